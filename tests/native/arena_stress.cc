@@ -6,6 +6,7 @@
 //   /tmp/arena_stress faults 2000 1    (scenarios, first seed)
 //   /tmp/arena_stress faults 2000 1 late    (only scenarios with this fault)
 //   /tmp/arena_stress plain 2000 1     (ops without a fault, seed)
+//   /tmp/arena_stress many 20 1        (programs with more ranks than a word has bits, seed)
 //   /tmp/arena_stress count 2000 1     (counts scenarios in which threads of a block disagree)
 //
 // Each scenario has a program of several ops through the arena, with all ranks or some of them, and one
@@ -21,6 +22,12 @@ bool Chance(Random& random, int percent) { return static_cast<int>(random() % 10
 template <typename T>
 T Pick(Random& random, std::initializer_list<T> from) {
   return from.begin()[random() % from.size()];
+}
+
+RankSet Without(const RankSet& ranks, int rank) {
+  RankSet one{};
+  one.Add(RankBits::Of(rank));
+  return ranks.Without(one);
 }
 
 // Most time-outs that an op of a rank that is not held up may last.
@@ -83,16 +90,19 @@ std::vector<ArenaWork> MakeProgram(Random& random, int ops, int num_ranks, Mode 
     const Mode own = mode == kMixed ? static_cast<Mode>(random() % 3) : mode;
     work.has_attendance = own != kAll;
     work.masks = own == kMasks;
-    work.in_lines = !work.masks && Chance(random, 40);
+    work.in_lines = num_ranks <= kRankBits && !work.masks && Chance(random, 40);
     if (work.in_lines) work.row_bytes *= Pick(random, {1, 8});  // of up to three chunks
     sites.push_back(work);
   }
-  const uint32_t all = (1u << num_ranks) - 1;
+  const RankSet all = RankSet::Below(num_ranks);
   for (int i = 0; i < ops; ++i) {
     ArenaWork work = sites[random() % sites.size()];
     work.number = first_number + i;
     if (!repeats) work.call.hash += 0x10000 * i;
-    work.active = work.has_attendance && Chance(random, 40) ? random() & all : all;
+    work.active = all;
+    if (work.has_attendance && Chance(random, 40)) {
+      for (uint32_t& word : work.active.words) word &= random();
+    }
     program.push_back(work);
   }
   return program;
@@ -102,7 +112,7 @@ void RunPlain(int ops) {
   Random random(seed);
   what = "plain";
   for (int done = 0; done < ops; done += 100) {
-    ArenaWorld world(random, Pick(random, {2, 3, 4, 8, kArenaRanks}), FirstEpoch(random), 10'000'000'000);
+    ArenaWorld world(random, Pick(random, {2, 3, 4, 8, 16}), FirstEpoch(random), 10'000'000'000);
     SetManner(random, world);
     world.SetProgram(
         MakeProgram(random, 100, world.num_ranks(), static_cast<Mode>(random() % kNumModes), 100, true));
@@ -123,8 +133,8 @@ void Straggle(Random& random, ArenaWorld& world, int f, int op) {
   if (op == 0 || !Chance(random, 80)) return;
   for (int r = 0; r < world.num_ranks(); ++r) {
     ArenaWork& before = world.script(r, op - 1).work;
-    if (before.has_attendance) before.active &= ~(1u << f);
-    world.script(r, op).work.active |= 1u << f;
+    if (before.has_attendance) before.active = Without(before.active, f);
+    world.script(r, op).work.active.Add(RankBits::Of(f));
   }
 }
 
@@ -161,14 +171,14 @@ void CheckReports(const ArenaWorld& world, int f, bool all_active, Count& count)
 // them together.
 void CheckOthersStay(ArenaWorld& world, int ops, int f) {
   if (world.failed != 0) Die("an op failed where ranks may be left out");
-  const uint32_t others = ((1u << world.num_ranks()) - 1) & ~(1u << f);
+  const RankSet others = Without(RankSet::Below(world.num_ranks()), f);
   for (int i = 0; i < ops; ++i) {
-    if ((world.script(0, i).work.active & others) != others) return;
+    if (!others.Without(world.script(0, i).work.active).IsEmpty()) return;
   }
   for (int r = 0; r < world.num_ranks(); ++r) {
     for (int i = 0; i < ops; ++i) {
-      const uint32_t left_out = others & ~world.end(r, i).ranks;
-      if (r != f && left_out != 0) Die("rank %d leaves out %x in its op %d", r, left_out, i);
+      const RankBits left_out = others.Without(world.end(r, i).ranks).FirstBits();
+      if (r != f && left_out.bits != 0) Die("rank %d leaves out %x in its op %d", r, left_out.bits, i);
     }
   }
 }
@@ -176,10 +186,13 @@ void CheckOthersStay(ArenaWorld& world, int ops, int f) {
 // Holds up rank f when it looks at the clock in the last op, in which all ranks take part.
 void Hold(Random& random, ArenaWorld& world, int f, int op, uint64_t ns) {
   for (int r = 0; r < world.num_ranks(); ++r) {
-    world.script(r, op).work.active = (1u << world.num_ranks()) - 1;
+    world.script(r, op).work.active = RankSet::Below(world.num_ranks());
     world.script(r, op).late_by = r == f ? 0 : random() % 100'000;
     if (op == 0 || !world.script(r, op - 1).work.has_attendance || Chance(random, 50)) continue;
-    for (int p = 0; p < world.num_ranks(); ++p) world.script(p, op - 1).work.active &= ~(1u << r);
+    for (int p = 0; p < world.num_ranks(); ++p) {
+      RankSet& active = world.script(p, op - 1).work.active;
+      active = Without(active, r);
+    }
   }
   if (ns > world.timeout_ns()) {  // so that it is waiting for a rank when it is held up
     world.script((f + 1) % world.num_ranks(), op).late_by =
@@ -194,16 +207,40 @@ void Hold(Random& random, ArenaWorld& world, int f, int op, uint64_t ns) {
 // Lets all ranks take part in an op, all except f in the next one, and all in the one after that, which uses
 // the same half of the arena as the first.
 void Skip(Random& random, ArenaWorld& world, int f, int op) {
-  const uint32_t all = (1u << world.num_ranks()) - 1;
+  const RankSet all = RankSet::Below(world.num_ranks());
   for (int r = 0; r < world.num_ranks(); ++r) {
     for (int i = op; i < std::min(op + 3, world.num_ops()); ++i) {
       ArenaScript& script = world.script(r, i);
       if (i == op + 1) script.work.has_attendance = true;
-      script.work.active = i == op + 1 ? all & ~(1u << f) : all;
+      script.work.active = i == op + 1 ? Without(all, f) : all;
       script.late_by = 0;
     }
   }
   world.script(f, op).freezes_at = 1 + random() % Pick(random, {300u, 1500u});
+}
+
+// Runs a program of many ranks. If ranks may be left out, one of those that have no bit in the first word
+// comes late in an op.
+void RunMany() {
+  Random random(seed);
+  what = "many";
+  const auto mode = static_cast<Mode>(random() % kNumModes);
+  constexpr int kOps = 5, kLateOp = 2;
+  const uint64_t timeout = mode == kMasks ? 3'000'000 : 10'000'000'000;
+  ArenaWorld world(random, Pick(random, {33, 40, 72}), FirstEpoch(random), timeout);
+  SetManner(random, world);
+  std::vector<ArenaWork> program = MakeProgram(random, kOps, world.num_ranks(), mode, 100, true);
+  const int f = kRankBits + static_cast<int>(random() % static_cast<unsigned>(world.num_ranks() - kRankBits));
+  if (mode == kMasks) program[kLateOp].active = RankSet::Below(world.num_ranks());
+  world.SetProgram(program);
+  if (mode == kMasks) world.script(f, kLateOp).after_others = 2 * timeout;
+  world.RunAll();
+  if (mode != kMasks && (world.failed != 0 || world.masked != 0)) Die("an op failed, or left out a rank");
+  if (mode != kMasks) return;
+  CheckOthersStay(world, kLateOp + 1, f);
+  for (int r = 0; r < world.num_ranks(); ++r) {
+    if (r != f && world.end(r, kLateOp).ranks.Has(f)) Die("rank %d does not leave out rank %d", r, f);
+  }
 }
 
 int held_and_has_all = 0;  // scenarios
@@ -211,19 +248,20 @@ int held_and_has_all = 0;  // scenarios
 // Checks that the others waited for rank f if it was held up shortly, and otherwise that it took all rows
 // that had arrived meanwhile.
 void CheckHeld(ArenaWorld& world, int f, int op) {
-  const uint32_t all = (1u << world.num_ranks()) - 1;
+  const RankSet all = RankSet::Below(world.num_ranks());
   const bool is_short = world.script(f, op).freezes_for < world.timeout_ns();
   const ArenaEnd& held = world.end(f, op);
   bool has_all = held.held_until != 0;
   for (int r = 0; r < world.num_ranks(); ++r) {
     const ArenaEnd& end = world.end(r, op);
     if (is_short && end.has_failed) Die("rank %d fails where rank %d was held up but shortly", r, f);
-    if (is_short && r != f && end.ranks != all) Die("rank %d leaves out rank %d, which comes in time", r, f);
+    if (is_short && r != f && !(end.ranks == all))
+      Die("rank %d leaves out rank %d, which comes in time", r, f);
     if (r != f) has_all = has_all && !end.has_failed && end.ranks == all && end.at < held.held_until;
   }
   // The others have ended with all rows of rank f, so their own rows have arrived there, too.
-  if (has_all && (held.has_failed || held.ranks != all)) {
-    Die("rank %d uses ranks %x, but all rows had arrived while it was held up", f, held.ranks);
+  if (has_all && (held.has_failed || !(held.ranks == all))) {
+    Die("rank %d uses ranks %x, but all rows had arrived while it was held up", f, held.ranks.words[0]);
   }
   held_and_has_all += has_all;
 }
@@ -330,8 +368,7 @@ void RunFaults() {
     Die("an op failed, or left out a rank, without a reason");
   }
   if (fault == kLate && mode == kMasks) CheckOthersStay(world, ops, f);
-  const uint32_t others = script.work.active & ~(1u << f);
-  const bool meets = (script.work.active >> f & 1) != 0 && others != 0;
+  const bool meets = script.work.active.Has(f) && !Without(script.work.active, f).IsEmpty();
   const bool differs = fault == kOtherCall || fault == kWrongList;
   if (fault == kWrongRank && world.failed == 0) Die("no op failed on a wrong mesh");
   if (differs && meets && !straggles && world.failed == 0) Die("no op failed of different calls");
@@ -359,6 +396,11 @@ int Main(int argc, char** argv) {
   seed = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1;
   for (int i = 0; argc > 4 && i < kNumFaults; ++i) {
     if (std::strcmp(argv[4], kNames[i]) == 0) only = i;
+  }
+  if (std::strcmp(mode, "many") == 0) {
+    for (int i = 0; i < count; ++i, ++seed) RunMany();
+    std::printf("%d programs of many ranks: good\n", count);
+    return 0;
   }
   if (std::strcmp(mode, "plain") == 0) {
     RunPlain(count);

@@ -9,9 +9,10 @@ from stress_programs import build
 pytestmark = pytest.mark.no_jax
 
 WAIT, WAVES = "kernels/protocol/wait.cuh", "kernels/protocol/waves.cuh"
-CHUNK = "kernels/few_tokens/chunk.cuh"
+CHUNK, ARENA = "kernels/few_tokens/chunk.cuh", "kernels/protocol/arena.h"
 SESSION, ARENA_SESSION = "kernels/protocol/session.cuh", "kernels/protocol/arena_session.cuh"
 SCALE, PULL = "kernels/push/scale_by_ring.cuh", "kernels/pull/by_ring.cuh"
+RANK_SET = "kernels/protocol/rank_set.h"
 SOURCES, OPENING = "kernels/pull/sources.cuh", "kernels/protocol/opening.cuh"
 
 # Planted mistakes: the fault that shows each, and (file, right, with the mistake) for each change.
@@ -94,34 +95,38 @@ ARENA_MISTAKES = {
             (
                 ARENA_SESSION,
                 "writable_ = state.writable;",
-                "writable_ = !PLANTED ? state.writable : FindWritable(epoch_, ranks_, "
-                "ArenaOf(peers_, peers_.rank).heard[threadIdx.x % kArenaRanks]);",
+                "writable_ = state.writable; uint32_t heard[kRankWords]; "
+                "for (int w = 0; w < kRankWords; ++w) heard[w] = "
+                "ArenaOf(peers_, peers_.rank).heard[w * kRankBits + threadIdx.x % kWarp]; "
+                "if (PLANTED) writable_ = FindWritable(epoch_, ranks_, heard);",
             )
         ],
     ),
-    "uses one half": ("short", [(ARENA_SESSION, "heads[number]", "heads[PLANTED ? 0 : number]")]),
+    "uses one half": (
+        "short",
+        [(ARENA_SESSION, "mailboxes(number, peers", "mailboxes(PLANTED ? 0 : number, peers")],
+    ),
     "takes a chunk when its first line is there": (
         "late",
         [(CHUNK, "have &= lines[i].w == epoch", "have &= (PLANTED && i == 1) || lines[i].w == epoch")],
     ),
     "stores lines in one half": (
         "short",
-        [(ARENA_SESSION, "first + number * kLinesOfHalf", "first + (PLANTED ? 0 : number) * kLinesOfHalf")],
+        [(ARENA, "number * half", "(PLANTED ? 0 : number) * half")],
     ),
     "takes the verdict of any op": (
         "late",
         [
             (
                 ARENA_SESSION,
-                "HasEpoch(seen = LoadAcquire(verdict), epoch())",
-                "PLANTED ? (seen = LoadAcquire(verdict)) != 0"
-                " : HasEpoch(seen = LoadAcquire(verdict), epoch())",
+                "there &= HasEpoch(word, epoch());",
+                "there &= PLANTED ? word != 0 : HasEpoch(word, epoch());",
             )
         ],
     ),
     "writes to a rank that it has not heard of": (
         "short",
-        [(ARENA_SESSION, "ranks & ~__ballot_sync", "PLANTED ? 0 : ranks & ~__ballot_sync")],
+        [(ARENA_SESSION, "ranks.words[w] & ~__ballot", "PLANTED ? 0 : ranks.words[w] & ~__ballot")],
     ),
     "counts the ended blocks of several ops together": (
         "late",
@@ -140,8 +145,25 @@ ARENA_MISTAKES = {
     ),
     "goes on without its own rows": (
         "two",
-        [(ARENA_SESSION, "misses_own = (missing", "misses_own = !PLANTED && (missing")],
+        [(ARENA_SESSION, "misses_own = missed", "misses_own = !PLANTED && missed")],
     ),
+}
+# Mistakes with more ranks than a word has bits.
+MANY_ARENA_MISTAKES = {
+    "takes all ranks for those of the first word": [
+        (RANK_SET, "index == i ? words[i] : word", "index == i && !PLANTED ? words[i] : word")
+    ],
+    "notes ranks that it has missed in the first word": [
+        (ARENA_SESSION, "missed.words[r / kRankBits]", "missed.words[PLANTED ? 0 : r / kRankBits]")
+    ],
+    "decides for the ranks of the first word": [
+        (
+            ARENA_SESSION,
+            "state.ranks = came ? seen : Ranks{};",
+            "state.ranks = came ? seen : Ranks{}; "
+            "for (int w = 1; PLANTED && w < kRankWords; ++w) state.ranks.words[w] = ranks().words[w];",
+        )
+    ],
 }
 
 
@@ -154,7 +176,7 @@ def program(tmp_path_factory):
 @pytest.fixture(scope="module")
 def arena_program(tmp_path_factory):
     mistakes = {name: changes for name, (_, changes) in ARENA_MISTAKES.items()}
-    return build("arena_stress", tmp_path_factory.mktemp("arena"), mistakes)
+    return build("arena_stress", tmp_path_factory.mktemp("arena"), mistakes | MANY_ARENA_MISTAKES)
 
 
 @pytest.mark.slow
@@ -169,7 +191,9 @@ def test_protocol(program, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("faults", "300", "1"), ("plain", "800", "2")], ids=lambda a: a[0])
+@pytest.mark.parametrize(
+    "arguments", [("faults", "300", "1"), ("plain", "800", "2"), ("many", "12", "1")], ids=lambda a: a[0]
+)
 def test_arena_protocol(arena_program, arguments):
     done = arena_program.run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -197,5 +221,13 @@ def test_protocol_finds_mistake_with_many_ranks(mistake, program):
 def test_arena_protocol_finds_planted_mistake(mistake, arena_program):
     fault = ARENA_MISTAKES[mistake][0]
     done = arena_program.run("faults", "1000", "1", fault, mistake=mistake)
+    assert done.returncode == 1, done.stdout
+    assert "arena_stress: seed" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MANY_ARENA_MISTAKES)
+def test_arena_protocol_finds_mistake_with_many_ranks(mistake, arena_program):
+    done = arena_program.run("many", "12", "1", mistake=mistake)
     assert done.returncode == 1, done.stdout
     assert "arena_stress: seed" in done.stderr

@@ -1,7 +1,8 @@
 """One of many ranks that share GPUs: `many_gpu_ranks_worker.py COORDINATOR RANKS RANK`.
 
-Each rank compares its own part with NumPy's. Then the last but one leaves out an op, and all others must name
-it. A new group works again. At last that rank's process ends, and all others must name it again.
+Each rank compares its own part with NumPy's. Then the last but one leaves out an op, and the others continue
+without it if ranks may be left out; otherwise all must name it. A new group works again. At last that rank's
+process ends, and all others must name it again.
 """
 
 import functools
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._group import handshake
 
-TIMEOUT_S = 40
+TIMEOUT_S, MASK_S = 40, 10
 BEGAN = time.monotonic()
 
 
@@ -198,6 +199,49 @@ class Rank:
         assert copies > self.ranks // 4, copies
         say(f"replicate: {copies} copies and their gradients: right")
 
+    def few_tokens_of(self, active, group, on_timeout, tokens=12, k=4, width=256):
+        """A call of a dispatch and a combine, and a check of its results if only `active` ranks take part."""
+        ids = routing("random", self.ranks, tokens, k, self.experts)
+        x, w = floats((self.ranks, tokens, width)), floats((self.ranks, tokens, k), seed=2)
+
+        def shard(x, ids, w):
+            by = {"on_timeout": on_timeout}
+            sent = self.dispatch(x, ids, w, group=group, active_ranks=active, **by)
+            rows = {"row_weights": sent.row_weights, "active_ranks": sent.active_ranks, **by}
+            back, after = jax_ep.combine(sent.x, sent.handle, **rows)
+            return sent.x, sent.active_ranks[None], back, after[None]
+
+        program, arrays = self.program(shard), [self.spread(array) for array in (x, ids, w)]
+
+        def check(results, active):
+            rows, *after = results[0], results[1], results[3]
+            for took_part in after:
+                np.testing.assert_array_equal(took_part[0], active)
+            masked = oracle.mask_inactive(ids, self.experts, active)
+            want = oracle.dispatch(x, masked, w, self.experts, "expert")
+            assert same_bits(rows, want[self.rank].x)
+            y, row_weights = (np.stack([getattr(one, name) for one in want]) for name in ("x", "weights"))
+            sums = oracle.combine(y, want, tokens, row_weights, active=active)
+            assert_close(results[2], sums[self.rank], terms=k)
+
+        return lambda: self.own(program(*arrays)), check
+
+    def check_active_ranks(self, lost):
+        """The program leaves out ranks, then a rank that is late is left out."""
+        everybody = np.ones(self.ranks, np.int32)
+        active = everybody.copy()
+        active[[1, self.ranks - 1]] = 0
+        call, check = self.few_tokens_of(active, self.group, "raise")
+        check(call(), active)
+        group = jax_ep.Group(self.mesh, "ep", timeout_s=MASK_S)
+        call, check = self.few_tokens_of(everybody, group, "mask")
+        check(call(), everybody)
+        if self.rank != lost:
+            active = everybody.copy()
+            active[lost] = 0
+            check(call(), active)
+        say(f"{self.ranks - 2} and {self.ranks - 1} ranks of {self.ranks}: right")
+
     def program_of_steps(self, tokens=64, k=4, width=128):
         """A call of ten ops with different routings, which returns this rank's tokens, and the tokens."""
         x = floats((self.ranks, tokens, width))
@@ -244,6 +288,8 @@ def main(rank):
     one.group.check()
     say("20 ops in a scan: right")
     lost = one.ranks - 2
+    one.check_active_ranks(lost)
+    client.wait_at_barrier("active ranks", 200_000)
     if rank != lost:
         assert np.isnan(call()).any()
         require_named(one.group, lost)

@@ -38,13 +38,13 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 }
 
 // Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.
-static ffi::Error RejectActiveRanks(const char* op, const Attendance& attendance) {
+static ffi::Error RejectActiveRanks(const char* op, const Shape& shape, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
   return InvalidArgument(
-      op, ": on GPUs active_ranks and on_timeout='mask' need at most ", kArenaRanks,
-      " ranks and few tokens: at most ", kSlotTokens, " a rank, ", kSlotChoices,
-      " choices, and ranks * tokens * (bytes of a row + ", kSlotHeadBytes, ") * 2 below about ",
-      kArenaSlotBytes >> 20, " MiB, and 2 bytes for each of all ranks' choices and 16 for each expert below ",
+      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
+      kSlotChoices, " choices, and, with ", shape.num_ranks, " ranks, tokens * (bytes of a row + ",
+      kSlotHeadBytes, ") of at most ", SlotsOf(shape, 0).region,
+      ", and 2 bytes for each of all ranks' choices and 16 for each expert below ",
       kMaxRoutingTableBytes >> 10,
       " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
       "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
@@ -98,8 +98,9 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
                             const PushParams& params) {
   const Shape& shape = params.shape;
   const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, params));
-  auto error = FirstError({CheckLimits(op, shape, params.payloads.size()),
-                           through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
+  auto error =
+      FirstError({CheckLimits(op, shape, params.payloads.size()),
+                  through_arena ? ffi::Error::Success() : RejectActiveRanks(op, shape, params.attendance)});
   if (error.failure()) return error;
   OpDescription description{op, [&] {
                               std::string text = Text(op, " by ", Describe(shape));
@@ -141,9 +142,10 @@ static ffi::Error TryLaunch(const GpuContext& context, const char* op, const Gro
                             PullParams& params) {
   const Shape& shape = params.shape;
   const bool through_arena = context.site->FixPath(GoesThroughArena(*member.group, params));
-  auto error = FirstError({CheckLimits(op, shape, params.summands.size()),
-                           CheckAtMost(op, "biases", params.biases.size(), kMaxBiases),
-                           through_arena ? ffi::Error::Success() : RejectActiveRanks(op, params.attendance)});
+  auto error =
+      FirstError({CheckLimits(op, shape, params.summands.size()),
+                  CheckAtMost(op, "biases", params.biases.size(), kMaxBiases),
+                  through_arena ? ffi::Error::Success() : RejectActiveRanks(op, shape, params.attendance)});
   if (error.failure()) return error;
   const bool quantizes = params.quantize != Quantize::kNone;
   if (quantizes && !FindsRowsOfSources(*member.group, shape)) {

@@ -83,15 +83,16 @@ __device__ inline ChunkPart PartOf(const ChunkLines& lines) {
 }
 
 // Waits for this lane's lines of a chunk. Returns false if it misses them.
-template <int kLines>
-JAX_EP_RARE bool AwaitLines(const ArenaSession session, const uint4* chunk) {
+template <int kLines, int kRankWords>
+JAX_EP_RARE bool AwaitLines(const ArenaSession<kRankWords> session, const uint4* chunk) {
   const uint32_t now = session.epoch();
   return session.AwaitArrival([&] { return LoadedLines<kLines>::Load(chunk).HaveEpoch(now); });
 }
 
 // Waits for a chunk that was loaded, perhaps before it came. Called by a warp. Returns false, to all lanes,
 // if a part of it is missed.
-__device__ inline bool AwaitChunk(const ArenaSession& session, const uint4* chunk, ChunkLines& loaded) {
+template <int kRankWords>
+__device__ bool AwaitChunk(const ArenaSession<kRankWords>& session, const uint4* chunk, ChunkLines& loaded) {
   constexpr int kLooks = 4;  // before it waits as for a peer that is late
 #pragma unroll 1
   for (int looks = 0; !__all_sync(kAllLanes, loaded.HaveEpoch(session.epoch())); ++looks) {

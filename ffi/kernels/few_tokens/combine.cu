@@ -10,13 +10,13 @@ namespace {
 
 // The summing warps of a block start with the sums that this rank sends, the other warps with those that it
 // receives. At the end all warps do the latter. N elements of T are loaded at a time. Sums travel as lines,
-// or through slots, in T or in FP8.
-template <typename T, int N, bool kLines, bool kFp8>
+// or through slots, in T or in FP8. The ranks have bits in kRankWords words.
+template <typename T, int N, bool kLines, bool kFp8, int kRankWords>
 __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FewTokensPullKernel(const __grid_constant__ FewTokensPullArgs args) {
   __shared__ unsigned next;
-  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session(args.peers, Op::kCombine, args.attendance, args.few_tokens.slots);
+  const ArenaOpening<kRankWords> opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession<kRankWords> session(args.peers, Op::kCombine, args.attendance, args.few_tokens.slots);
   const Summand& summand = args.summand;
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
       first_sum = ComputeFirstSum<T, N, kFp8>(args, row_warps);
     }
   } else {
-    slice = FindOutputSlice<N>(args, warp - kSummingWarps, lane);
+    slice = FindOutputSlice<N, kRankWords>(args, warp - kSummingWarps, lane);
   }
   if (threadIdx.x == 0) next = kFewTokensWarps - kSummingWarps;
   if (!session.Open(opening)) return session.Close(fill);
@@ -47,36 +47,38 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
     } else {
       SendSums<T, N, kFp8>(args, session, row_warps, first_sum);
     }
-    slice = FindOutputSlice<N>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane);
+    slice = FindOutputSlice<N, kRankWords>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane);
   }
-  uint32_t missing = 0;
+  bool has_missed = false;
   if (!kLines && args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAllSums(args, session, ranks); });
+    session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitAllSums(args, session, ranks); });
   } else if (session.is_leader() && warp == kFewTokensWarps - 1) {
     // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
     // have arrived.
-    missing = session.AwaitCall(lane, log);
+    has_missed = session.template AwaitCalls<kRankWords>(lane, kWarp, log);
     __syncwarp();
   }
-  if (!session.has_failed()) missing |= AddArrivedSums<T, N, kLines, kFp8>(args, session, tickets, slice);
-  (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+  if (!session.has_failed()) has_missed |= AddArrivedSums<T, N, kLines, kFp8>(args, session, tickets, slice);
+  (void)session.RecordMissing(Phase::kWave, has_missed);
   if (session.is_leader()) session.WriteActive();
   session.Close(fill);
 }
 
-// Calls f with the kernel for rows of `width` elements. Lines and FP8 need whole vectors.
+// Calls f with the kernel for rows of `width` elements. Lines and FP8 need whole vectors. Lines are for
+// groups whose ranks have bits in one word.
 template <typename F>
-cudaError_t WithFewTokensPullKernel(Float type, int64_t width, bool lines, bool fp8, F&& f) {
+cudaError_t WithFewTokensPullKernel(int num_ranks, Float type, int64_t width, bool lines, bool fp8, F&& f) {
   const auto with_type = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     constexpr int kFull = 16 / sizeof(T);
-    if (fp8) {
-      return lines ? f(FewTokensPullKernel<T, kFull, true, true>)
-                   : f(FewTokensPullKernel<T, kFull, false, true>);
-    }
-    if (lines) return f(FewTokensPullKernel<T, kFull, true, false>);
-    return width % kFull == 0 ? f(FewTokensPullKernel<T, kFull, false, false>)
-                              : f(FewTokensPullKernel<T, 1, false, false>);
+    if (lines && fp8) return f(FewTokensPullKernel<T, kFull, true, true, 1>);
+    if (lines) return f(FewTokensPullKernel<T, kFull, true, false, 1>);
+    return WithRankWords(num_ranks, [&](auto words) {
+      constexpr int kRankWords = decltype(words)::value;
+      if (fp8) return f(FewTokensPullKernel<T, kFull, false, true, kRankWords>);
+      return width % kFull == 0 ? f(FewTokensPullKernel<T, kFull, false, false, kRankWords>)
+                                : f(FewTokensPullKernel<T, 1, false, false, kRankWords>);
+    });
   };
   switch (type) {
     case Float::kF16:
@@ -111,20 +113,23 @@ cudaError_t LaunchFewTokensPull(const PullParams& params, const Peers& peers, co
   const int blocks_per_token = std::max(1, (args.few_tokens.chunks + kChunksPerBlock - 1) / kChunksPerBlock);
   args.few_tokens.num_senders = std::clamp(tokens * blocks_per_token, 1, MaxBlocks(device));
   args.few_tokens.warps_per_row = WarpsPerRow(tokens, args.few_tokens.num_senders, kSummingWarps);
-  return WithFewTokensPullKernel(args.summand.type, width, lines, fp8, [&](auto* kernel) {
-    return Launch(kernel, args.few_tokens.num_senders, kFewTokensThreads, 0, stream, true, args);
-  });
+  return WithFewTokensPullKernel(
+      args.shape.num_ranks, args.summand.type, width, lines, fp8, [&](auto* kernel) {
+        return Launch(kernel, args.few_tokens.num_senders, kFewTokensThreads, 0, stream, true, args);
+      });
 }
 
 cudaError_t PreloadFewTokensPull() {
   cudaFuncAttributes attributes;
   const auto preload = [&](auto* kernel) { return cudaFuncGetAttributes(&attributes, kernel); };
-  for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
-    for (bool lines : {false, true}) {
-      for (bool fp8 : {false, true}) {
-        for (int64_t width : {1, 8}) {
-          const cudaError_t error = WithFewTokensPullKernel(type, width, lines, fp8, preload);
-          if (error != cudaSuccess) return error;
+  for (int num_ranks : {1, kMaxRanks}) {
+    for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
+      for (bool lines : {false, true}) {
+        for (bool fp8 : {false, true}) {
+          for (int64_t width : {1, 8}) {
+            const cudaError_t error = WithFewTokensPullKernel(num_ranks, type, width, lines, fp8, preload);
+            if (error != cudaSuccess) return error;
+          }
         }
       }
     }

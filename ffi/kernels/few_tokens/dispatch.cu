@@ -9,15 +9,17 @@ namespace {
 constexpr int kMetadataBlocks = 4;
 
 // Waits for everything that `ranks` send to this rank, and reads the choices for this into the table, which
-// is built after it. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAllRows(const PushArgs& args, const ArenaSession session, const RoutingTable table,
-                                  uint32_t ranks) {
+// is built after it. Called by the whole block. Returns true if this thread has missed a rank.
+template <int kRankWords>
+JAX_EP_RARE bool AwaitAllRows(const PushArgs& args, const ArenaSession<kRankWords> session,
+                              const RoutingTable table, RankWords<kRankWords> ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  uint32_t missing = BlockOr(AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
+  bool has_missed = AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, pair >>= 16)
       table.experts[rank * table.stride + i] = static_cast<int16_t>(pair & 0xffff);
-  }));
+  });
+  if (session.HasAnyMissed(has_missed)) ranks = ranks.Without(session.Missed());
 #pragma unroll 1
   for (int t = threadIdx.x; t < shape.num_ranks * shape.num_tokens; t += kFewTokensThreads) {
     const int source = t / shape.num_tokens;
@@ -27,23 +29,22 @@ JAX_EP_RARE uint32_t AwaitAllRows(const PushArgs& args, const ArenaSession sessi
       const int expert = table.expert(shape, source, t % shape.num_tokens, k);
       is_expected |= expert >= 0 && shape.rank_of(expert) == me;
     }
-    if (!is_expected || ((ranks & ~missing) >> source & 1) == 0) continue;
+    if (!is_expected || !ranks.Has(source)) continue;
     const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[t % shape.num_tokens];
-    if (!session.AwaitWord(arrived)) {
-      missing |= 1u << source;
-    }
+    if (!session.AwaitWord(arrived)) has_missed = session.Miss(source);
   }
-  return missing;
+  return has_missed;
 }
 
 // Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
-// Called by the blocks that do not send. Returns the ranks whose rows were missed.
-template <typename T, bool kLines>
-__device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, const RoutingTable& table,
-                            const RowWarps& row_warps, uint32_t late) {
+// Called by the blocks that do not send. `has_missed`: this thread has missed a call. Returns true if it has
+// missed rows.
+template <typename T, bool kLines, int kRankWords>
+__device__ bool Receive(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                        const RoutingTable& table, const RowWarps& row_warps, bool has_missed) {
   const Shape& shape = args.shape;
-  late |= BuildRoutingTable(args, session, table);
-  if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
+  has_missed |= BuildRoutingTable(args, session, table);
+  if (session.RecordMissing(Phase::kEnter, has_missed)) return false;
   ClearTail(args, table);
   if (args.few_tokens.writes_metadata()) {
     if (args.few_tokens.writes_handle()) {
@@ -51,9 +52,8 @@ __device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, c
       ClearPadding(args, table);
     }
     if (session.is_leader()) WriteCounts(args, session, table);
-    return 0;
+    return false;
   }
-  uint32_t missing = 0;
   const int R = shape.num_ranks, tokens = R * shape.num_tokens;
   // Tokens that were sent at about the same time are received at about the same time.
   if constexpr (kLines) {
@@ -62,26 +62,27 @@ __device__ uint32_t Receive(const PushArgs& args, const ArenaSession& session, c
 #pragma unroll 1
     for (int i = warps.index; i < shares.num_shares; i += warps.count) {
       const Chunks chunks = shares.At(i);
-      missing |= ReceiveChunks<T>(args, session, table, chunks, chunks.row % R, chunks.row / R);
-      if (missing != 0 && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
+      has_missed |= ReceiveChunks<T>(args, session, table, chunks, chunks.row % R, chunks.row / R);
+      if (has_missed && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
     }
   } else {
 #pragma unroll 1
     for (int i = row_warps.index; i < tokens; i += row_warps.count) {
-      missing |= ReceiveToken(args, session, table, row_warps, i % R, i / R);
-      if (missing != 0 && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
+      has_missed |= ReceiveToken(args, session, table, row_warps, i % R, i / R);
+      if (has_missed && __any_sync(kAllLanes, IsGivenUp(args.peers))) break;
     }
   }
-  return missing;
+  return has_missed;
 }
 
-// T is the type of rows to convert to FP8, or void. Rows travel as lines, or through slots.
-template <typename T, bool kLines>
+// T is the type of rows to convert to FP8, or void. Rows travel as lines, or through slots. The ranks have
+// bits in kRankWords words.
+template <typename T, bool kLines, int kRankWords>
 __global__ void __launch_bounds__(kFewTokensThreads, 1)
     FewTokensPushKernel(const __grid_constant__ PushArgs args) {
   extern __shared__ __align__(16) std::byte shared[];
-  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session(args.peers, Op::kDispatch, args.attendance, args.few_tokens.slots);
+  const ArenaOpening<kRankWords> opening(args.peers, args.position_operand, args.attendance);
+  ArenaSession<kRankWords> session(args.peers, Op::kDispatch, args.attendance, args.few_tokens.slots);
   const Shape& shape = args.shape;
   const RoutingTable table(shape, shared);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
@@ -117,25 +118,27 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
     if (args.few_tokens.sends() && threadIdx.x < kSendThreads) SendTokens<T>(args, session, token);
     if (args.few_tokens.sends() && threadIdx.x >= kSendThreads) SendArrivalFlags(args, session);
   }
-  uint32_t missing = 0;
+  bool has_missed = false;
   if (!kLines && args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitAllRows(args, session, table, ranks); });
+    session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitAllRows(args, session, table, ranks); });
   } else if (session.is_leader()) {
-    missing = session.AwaitCall(threadIdx.x, log);
+    has_missed = session.template AwaitCalls<1>(threadIdx.x, kFewTokensThreads, log);
   }
   if (!args.few_tokens.sends() && !session.has_failed()) {
-    missing = Receive<T, kLines>(args, session, table, row_warps, missing);
-    (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    has_missed = Receive<T, kLines>(args, session, table, row_warps, has_missed);
+    (void)session.RecordMissing(Phase::kWave, has_missed);
   }
   session.Close(fill);
 }
 
 // Calls f with the kernel for rows to quantize, or to send unchanged.
 template <typename F>
-cudaError_t WithFewTokensPushKernel(Quantize quantize, Float type, bool lines, F&& f) {
+cudaError_t WithFewTokensPushKernel(int num_ranks, Quantize quantize, Float type, bool lines, F&& f) {
   const auto with_type = [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return lines ? f(FewTokensPushKernel<T, true>) : f(FewTokensPushKernel<T, false>);
+    if (lines) return f(FewTokensPushKernel<T, true, 1>);
+    return WithRankWords(
+        num_ranks, [&](auto words) { return f(FewTokensPushKernel<T, false, decltype(words)::value>); });
   };
   if (quantize == Quantize::kNone) return with_type(static_cast<void*>(nullptr));
   switch (type) {
@@ -190,9 +193,10 @@ cudaError_t LaunchFewTokensPush(const PushParams& params, const Peers& peers, co
         static_cast<int32_t>(AlignUp(bytes % 16 == 0 ? bytes / 16 : bytes, kWarp * warps) / warps);
   }
   const int blocks = args.few_tokens.num_senders + args.few_tokens.num_receivers + kMetadataBlocks;
-  return WithFewTokensPushKernel(params.quantize, params.quantized_type, lines, [&](auto* kernel) {
-    return Launch(kernel, blocks, kFewTokensThreads, RoutingTableBytes(args.shape), stream, true, args);
-  });
+  return WithFewTokensPushKernel(
+      args.shape.num_ranks, params.quantize, params.quantized_type, lines, [&](auto* kernel) {
+        return Launch(kernel, blocks, kFewTokensThreads, RoutingTableBytes(args.shape), stream, true, args);
+      });
 }
 
 cudaError_t PreloadFewTokensPush() {
@@ -203,11 +207,13 @@ cudaError_t PreloadFewTokensPush() {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 static_cast<int>(kMaxRoutingTableBytes));
   };
-  for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
-    for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
-      for (bool lines : {false, true}) {
-        const cudaError_t error = WithFewTokensPushKernel(quantize, type, lines, preload);
-        if (error != cudaSuccess) return error;
+  for (int num_ranks : {1, kMaxRanks}) {
+    for (Float type : {Float::kF16, Float::kBF16, Float::kF32}) {
+      for (Quantize quantize : {Quantize::kNone, Quantize::kFp8}) {
+        for (bool lines : {false, true}) {
+          const cudaError_t error = WithFewTokensPushKernel(num_ranks, quantize, type, lines, preload);
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }

@@ -84,20 +84,17 @@ __device__ TokenChunk PrefetchTokenChunk(const PushArgs& args, int i) {
 }
 
 // Sends all chunks of this block. The first ones were loaded earlier. Called by the whole block.
-template <typename T>
-__device__ void SendChunks(const PushArgs& args, const ArenaSession& session, TokenChunk token) {
+template <typename T, int kRankWords>
+__device__ void SendChunks(const PushArgs& args, const ArenaSession<kRankWords>& session, TokenChunk token) {
   const WarpShare warps = WarpsOf(0, args.few_tokens.num_senders);
-  const int chunks = args.few_tokens.chunks, R = args.shape.num_ranks, me = args.peers.rank;
+  const int chunks = args.few_tokens.chunks, me = args.peers.rank;
   const ArenaHalf half = session.half();
 #pragma unroll 1
   for (int i = warps.index; i < args.shape.num_tokens * chunks; i += warps.count) {
     const int t = i / chunks;
-    const uint32_t ranks = RanksOf(args.shape, session, token.expert);
-#pragma unroll 1
-    for (int behind = 1; behind <= R; ++behind) {
-      const int r = me + behind < R ? me + behind : me + behind - R;
-      if (ranks >> r & 1) StoreChunk(half.chunk(r, me, t, i - t * chunks), token.part, session.epoch());
-    }
+    ForEachRank(args.peers, RanksOf(args.shape, session, token.expert), [&](int r) {
+      StoreChunk(half.chunk(r, me, t, i - t * chunks), token.part, session.epoch());
+    });
     token = PrefetchTokenChunk<T>(args, i + warps.count);
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/launch/device.h"
 #include "kernels/protocol/arena.h"
@@ -11,6 +12,14 @@ namespace jax_ep::cuda {
 
 constexpr int kFewTokensThreads = 512;
 constexpr int kFewTokensWarps = kFewTokensThreads / kWarp;
+
+// Calls f with the number of words for the bits of a group's ranks, as a constant: one, or those of all
+// ranks.
+template <typename F>
+auto WithRankWords(int num_ranks, F&& f) {
+  return num_ranks > kRankBits ? f(std::integral_constant<int, kMaxRanks / kRankBits>{})
+                               : f(std::integral_constant<int, 1>{});
+}
 
 // The items of some work that a warp takes: every `count`-th, from `index` on.
 struct WarpShare {

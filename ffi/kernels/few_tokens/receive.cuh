@@ -80,17 +80,17 @@ __device__ inline void WriteArrivedChoice(const PushArgs& args, const ArrivingTo
 }
 
 // Copies a token of rank `source` from its slot to its rows at this rank. Called by each of the row's warps.
-// Returns the ranks that were missed.
-__device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession& session,
-                                        const RoutingTable& table, const RowWarps& row_warps, int source,
-                                        int token) {
+// Returns true if the source was missed.
+template <int kRankWords>
+__device__ bool ReceiveToken(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                             const RoutingTable& table, const RowWarps& row_warps, int source, int token) {
   const int me = args.peers.rank, lane = row_warps.lane;
   const bool writes = row_warps.warp == 0;
   const ArrivingToken arriving = FindArrivingToken(args, table, source, token, writes);
-  if (arriving.rows == 0) return 0;
+  if (arriving.rows == 0) return false;
   const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[token];
   const bool late = lane == 0 && !session.AwaitWord(arrived);
-  if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
+  if (__shfl_sync(kAllLanes, late, 0)) return session.Miss(source);
   __syncwarp();  // makes what lane 0 has acquired visible to all
   const std::byte* const slot = session.half().slot(me, source, token);
   const float weight = writes && lane < args.shape.top_k && args.topk_weights != nullptr
@@ -98,23 +98,23 @@ __device__ inline uint32_t ReceiveToken(const PushArgs& args, const ArenaSession
                            : 0.0f;
   CopyOut(args, row_warps, slot, arriving.row, arriving.rows);
   if (writes) WriteArrivedChoice(args, arriving, weight);
-  return 0;
+  return false;
 }
 
-// Stores chunks of a token of rank `source` in its rows at this rank. Called by one warp. Returns the ranks
-// that were missed.
-template <typename T>
-__device__ uint32_t ReceiveChunks(const PushArgs& args, const ArenaSession& session,
-                                  const RoutingTable& table, const Chunks& chunks, int source, int token) {
+// Stores chunks of a token of rank `source` in its rows at this rank. Called by one warp. Returns true
+// if the source was missed.
+template <typename T, int kRankWords>
+__device__ bool ReceiveChunks(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                              const RoutingTable& table, const Chunks& chunks, int source, int token) {
   const auto at = [&](int chunk) { return session.half().chunk(args.peers.rank, source, token, chunk); };
   ChunkLines next = ChunkLines::Load(at(chunks.first));  // while the token's rows are found
   const ArrivingToken arriving = FindArrivingToken(args, table, source, token, chunks.first == 0);
-  if (arriving.rows == 0) return 0;
+  if (arriving.rows == 0) return false;
 #pragma unroll 1
   for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
     ChunkLines lines = next;
     if (chunk + 1 < chunks.last) next = ChunkLines::Load(at(chunk + 1));
-    if (!AwaitChunk(session, at(chunk), lines)) return 1u << source;
+    if (!AwaitChunk(session, at(chunk), lines)) return session.Miss(source);
     const ChunkPart part = PartOf(lines);
     StoreArrivedChunk<T>(args, part, chunk, arriving.row, arriving.rows);
     if (chunk == 0) {
@@ -123,7 +123,7 @@ __device__ uint32_t ReceiveChunks(const PushArgs& args, const ArenaSession& sess
       WriteArrivedChoice(args, arriving, weight);
     }
   }
-  return 0;
+  return false;
 }
 
 // Writes this rank's part of the handle. Called by the metadata blocks that share this work.
@@ -138,7 +138,7 @@ __device__ inline void WriteHandle(const PushArgs& args, const RoutingTable& tab
     if (lane < K) args.handle.topk_idx[token * K + lane] = expert;
     if (!shape.has_row_per_choice()) {
       for (int rank = 0; rank < width; ++rank) {
-        const bool goes = (table.ranks[t] >> rank & 1) != 0;
+        const bool goes = (table.RanksWith(shape, rank)[t] >> rank % kRankBits & 1) != 0;
         const int row = goes ? RowOfToken(shape, table, t, rank) : -1;
         if (lane == 0) args.handle.sent_rows[token * width + rank] = row;
       }
@@ -199,7 +199,7 @@ __device__ inline void ClearTail(const PushArgs& args, const RoutingTable& table
   if (!is_large && !args.few_tokens.writes_metadata()) return;
   const int tail = shape.has_expert_blocks()
                        ? table.starts[me * (L + 1) + L]
-                       : CountTokensTo(table, me, 0, shape.num_ranks * shape.num_tokens);
+                       : CountTokensTo(shape, table, me, 0, shape.num_ranks * shape.num_tokens);
   const int first = is_large ? args.few_tokens.num_senders : args.few_tokens.first_metadata_block();
   ClearShareOfRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
@@ -207,7 +207,7 @@ __device__ inline void ClearTail(const PushArgs& args, const RoutingTable& table
 // Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
 __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
   const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
-  if (!shape.has_row_per_choice()) return CountTokensTo(table, d, source * T, (source + 1) * T);
+  if (!shape.has_row_per_choice()) return CountTokensTo(shape, table, d, source * T, (source + 1) * T);
   int choices = 0;
   const int16_t* const experts = table.experts + source * table.stride;
 #pragma unroll 1
@@ -222,10 +222,11 @@ __device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table,
 __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int me = args.peers.rank, L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
+  const uint32_t* const ranks = table.RanksWith(shape, me);
   int before = 0;
   for (int first = 0; first < shape.num_ranks * shape.num_tokens; first += kWarp) {
     const int t = first + lane;
-    const bool comes = t < shape.num_ranks * shape.num_tokens && (table.ranks[t] >> me & 1) != 0;
+    const bool comes = t < shape.num_ranks * shape.num_tokens && (ranks[t] >> me % kRankBits & 1) != 0;
     const unsigned lanes = __ballot_sync(kAllLanes, comes);
     const bool cut = comes && before + __popc(lanes & ((1u << lane) - 1)) >= shape.capacity;
     for (int k = 0; k < shape.top_k && cut; ++k) {
@@ -236,16 +237,46 @@ __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTabl
   }
 }
 
+// Counts the rows between each two ranks: a warp for each pair or, as there are many pairs of many ranks, a
+// thread for each choice. Called by one block; synchronizes.
+template <int kRankWords>
+__device__ void CountPairs(const Shape& shape, const RoutingTable& table) {
+  const int R = shape.num_ranks;
+  if constexpr (kRankWords == 1) {
+    for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
+      const int count = RowsBetween(shape, table, i / R, i % R);
+      if (threadIdx.x % kWarp == 0) table.pairs[i] = static_cast<uint16_t>(count);
+    }
+  } else {
+    uint32_t* const two = reinterpret_cast<uint32_t*>(table.pairs);  // no count exceeds kSlotChoices
+    for (int i = threadIdx.x; i < (R * R + 1) / 2; i += kFewTokensThreads) two[i] = 0;
+    __syncthreads();
+    const auto add = [&](int source, int rank) {
+      const int i = source * R + rank;
+      atomicAdd(&two[i / 2], 1u << 16 * (i % 2));
+    };
+    const int tokens = R * shape.num_tokens, choices = shape.num_tokens * shape.top_k;
+    for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
+      const int word = i / tokens, source = (i - word * tokens) / shape.num_tokens;
+      for (uint32_t bits = table.ranks[i]; bits != 0; bits &= bits - 1) {
+        add(source, word * kRankBits + __ffs(bits) - 1);
+      }
+    }
+    for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
+      const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
+      if (expert >= 0) add(source, shape.rank_of(expert));
+    }
+  }
+  __syncthreads();
+}
+
 // Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
-__device__ inline void WriteCounts(const PushArgs& args, const ArenaSession& session,
-                                   const RoutingTable& table) {
-  __shared__ int rows[kArenaRanks][kArenaRanks];  // [source][destination]
+template <int kRankWords>
+__device__ void WriteCounts(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                            const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
-    const int count = RowsBetween(shape, table, i / R, i % R);
-    if (threadIdx.x % kWarp == 0) rows[i / R][i % R] = count;
-  }
+  CountPairs<kRankWords>(shape, table);
   if (!shape.has_row_per_choice()) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < L; i += kFewTokensThreads)
@@ -253,7 +284,7 @@ __device__ inline void WriteCounts(const PushArgs& args, const ArenaSession& ses
   }
   session.WriteActive();
   const int num_rows = WriteReceiver(args, me, table.totals, table.starts + me * (L + 1),
-                                     [&](int source, int d) { return rows[source][d]; });
+                                     [&](int source, int d) { return table.pairs[source * R + d]; });
   const bool cuts = !shape.has_row_per_choice() && num_rows > shape.capacity;
   if (cuts && threadIdx.x < kWarp) SubtractCutTokens(args, table);
 }

@@ -6,37 +6,71 @@
 
 namespace jax_ep::cuda {
 
-// The source of a sum of a token. Lane r holds whether rank r sends one, provided that it takes part, and the
-// index of the slot at this rank.
+// The source of a sum of a token, of which a lane has one at most: the rank, whether it sends a sum, provided
+// that it takes part, and the index of the slot at this rank. Lanes have ranks in ascending order.
 struct Sender {
   bool sends;
+  int rank;
   int index;
-
-  __device__ Sender Among(uint32_t ranks, int lane) const {
-    return {sends && (ranks >> lane & 1) != 0, index};
-  }
 };
 
-__device__ inline Sender FindSender(const FewTokensPullArgs& args, int t, int lane) {
+// Returns the index of the slot that a rank's sum of token t arrives in, -1 if there is none.
+__device__ inline int SlotIndex(const FewTokensPullArgs& args, int t, int rank, int row) {
   const Shape& shape = args.shape;
-  const Destination destination = FindDestination(shape, args.handle, t, lane);
-  if (shape.has_row_per_choice()) {
-    const unsigned ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : 1u << destination.rank);
-    return {(ranks >> lane & 1) != 0, t};
+  if (shape.has_row_per_choice()) return t;
+  if (row >= 0 && args.peers.rank > 0) {
+    row -= args.handle.rank_prefix_matrix[(args.peers.rank - 1) * shape.num_ranks + rank];
   }
-  int index = destination.row;
-  if (index >= 0 && args.peers.rank > 0) {
-    index -= args.handle.rank_prefix_matrix[(args.peers.rank - 1) * shape.num_ranks + lane];
-  }
-  return {destination.row >= 0 && index >= 0 && index < shape.num_tokens, index};
+  return row < shape.num_tokens ? row : -1;
 }
 
-// Waits for the sums of a token. Called by one warp. Returns bit r if rank r was missed.
-__device__ inline uint32_t AwaitSums(const FewTokensPullArgs& args, const ArenaSession& session,
-                                     const Sender& sender, int lane) {
-  if (!sender.sends) return 0;
-  const EpochWord* const arrived = &session.half().mailbox(args.peers.rank, lane).arrived[sender.index];
-  return session.AwaitWord(arrived) ? 0 : 1u << lane;
+// Finds this lane's source of a sum of token t. A lane stands for one rank, or, if there are more ranks than
+// lanes, for one of those that the token has rows at. These are no more than the token's choices.
+template <int kRankWords>
+__device__ Sender FindSender(const FewTokensPullArgs& args, int t, int lane) {
+  const Shape& shape = args.shape;
+  const Destination destination = FindDestination(shape, args.handle, t, lane);
+  const bool by_choice = shape.has_row_per_choice();
+  if constexpr (kRankWords == 1) {
+    if (by_choice) {
+      const unsigned ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : 1u << destination.rank);
+      return {(ranks >> lane & 1) != 0, lane, t};
+    }
+    const int index = SlotIndex(args, t, lane, destination.row);
+    return {index >= 0, lane, index};
+  } else {
+    int rank = -1, before = 0;
+#pragma unroll
+    for (int w = 0; w < kRankWords; ++w) {
+      uint32_t ranks;
+      if (by_choice) {
+        const uint32_t bit = RankWords<kRankWords>::BitIn(w, destination.rank);
+        ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : bit);
+      } else {
+        ranks =
+            __ballot_sync(kAllLanes, FindDestination(shape, args.handle, t, lane, w * kRankBits).row >= 0);
+      }
+      const int count = __popc(ranks), skipped = lane - before;
+      before += count;
+      if (skipped < 0 || skipped >= count) continue;
+#pragma unroll 1
+      for (int i = 0; i < skipped; ++i) ranks &= ranks - 1;
+      rank = w * kRankBits + __ffs(ranks) - 1;
+    }
+    if (rank < 0) return {false, 0, 0};
+    const int row = by_choice ? 0 : FindDestination(shape, args.handle, t, rank).row;
+    const int index = SlotIndex(args, t, rank, row);
+    return {index >= 0, rank, index};
+  }
+}
+
+// Waits for the sums of a token. Called by one warp. Returns true if this lane's rank was missed.
+template <int kRankWords>
+__device__ bool AwaitSums(const FewTokensPullArgs& args, const ArenaSession<kRankWords>& session,
+                          const Sender& sender) {
+  if (!sender.sends) return false;
+  const ArenaMailbox& mailbox = session.half().mailbox(args.peers.rank, sender.rank);
+  return !session.AwaitWord(&mailbox.arrived[sender.index]) && session.Miss(sender.rank);
 }
 
 // A slice of a token's result. Slices are dealt to the blocks round-robin; `i` counts those of one block.
@@ -46,20 +80,20 @@ struct OutputSlice {
   Sender sender;
 };
 
-template <int N>
+template <int N, int kRankWords>
 __device__ OutputSlice FindOutputSlice(const FewTokensPullArgs& args, int i, int lane) {
   const int width = static_cast<int>(args.summand.num_elements),
             slices = max((width + kSlice<N> - 1) / kSlice<N>, 1);
   const int index = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = index / slices;
-  if (t >= args.shape.num_tokens) return {t, 0, {false, 0}};
-  return {t, index % slices * kSlice<N>, FindSender(args, t, lane)};
+  if (t >= args.shape.num_tokens) return {t, 0, {false, 0, 0}};
+  return {t, index % slices * kSlice<N>, FindSender<kRankWords>(args, t, lane)};
 }
 
-// Adds up a chunk of the sums that arrive of a token, in the order of the ranks. Called by one warp. Returns
-// bit r if rank r was missed.
+// Adds up a chunk of the sums that arrive of a token, in the order of the ranks. Called by one warp, whose
+// lanes stand for one rank each. Returns true if a rank was missed.
 template <typename T, int N, bool kFp8>
-__device__ uint32_t AddArrivedChunks(const FewTokensPullArgs& args, const ArenaSession& session,
-                                     const Sender& sender, int chunk, float (&total)[kSumVectors][N]) {
+__device__ bool AddArrivedChunks(const FewTokensPullArgs& args, const ArenaSession<1>& session,
+                                 const Sender& sender, int chunk, float (&total)[kSumVectors][N]) {
   using Chunk = SumChunk<T, N, kFp8>;
   constexpr int kInFlight = 4;  // chunks
   constexpr int kLooks = 4;     // before it waits as for a peer that is late
@@ -78,7 +112,7 @@ __device__ uint32_t AddArrivedChunks(const FewTokensPullArgs& args, const ArenaS
 #pragma unroll 1
         for (int i = 0; i < kInFlight && rest != 0; ++i, rest &= rest - 1) {
           const int rank = __ffs(rest) - 1;
-          if (!__all_sync(kAllLanes, AwaitLines<Chunk::kLines>(session, at(rank)))) return 1u << rank;
+          if (!__all_sync(kAllLanes, AwaitLines<Chunk::kLines>(session, at(rank)))) return session.Miss(rank);
         }
       }
       rest = remaining;
@@ -100,16 +134,17 @@ __device__ uint32_t AddArrivedChunks(const FewTokensPullArgs& args, const ArenaS
       Chunk::Add(lines[i].words(), total);
     }
   }
-  return 0;
+  return false;
 }
 
 // Adds up a slice of the sums that have arrived in slots, in the order of the ranks. Called by one warp.
-template <typename T, int N, bool kFp8>
-__device__ void AddArrivedSlots(const FewTokensPullArgs& args, const ArenaSession& session,
+template <typename T, int N, bool kFp8, int kRankWords>
+__device__ void AddArrivedSlots(const FewTokensPullArgs& args, const ArenaSession<kRankWords>& session,
                                 const Sender& sender, int first, int lane, float (&total)[kSumVectors][N]) {
   const int width = static_cast<int>(args.summand.num_elements);
   const unsigned ranks = __ballot_sync(kAllLanes, sender.sends);
-  std::byte* const slot = sender.sends ? session.half().slot(args.peers.rank, lane, sender.index) : nullptr;
+  std::byte* const slot =
+      sender.sends ? session.half().slot(args.peers.rank, sender.rank, sender.index) : nullptr;
   if constexpr (kFp8) {
     AddSliceOfParts<kSumRows>(SlotPart(slot, width), ranks, first, width, lane, total);
   } else {
@@ -119,23 +154,21 @@ __device__ void AddArrivedSlots(const FewTokensPullArgs& args, const ArenaSessio
 }
 
 // Adds up the sums that arrive: first for `slice`, then for slices that the warp takes tickets for. Returns
-// the ranks that this thread has missed.
-template <typename T, int N, bool kLines, bool kFp8>
-__device__ uint32_t AddArrivedSums(const FewTokensPullArgs& args, const ArenaSession& session,
-                                   const TicketCounter& tickets, OutputSlice slice) {
+// true if this thread has missed a rank.
+template <typename T, int N, bool kLines, bool kFp8, int kRankWords>
+__device__ bool AddArrivedSums(const FewTokensPullArgs& args, const ArenaSession<kRankWords>& session,
+                               const TicketCounter& tickets, OutputSlice slice) {
   const int lane = threadIdx.x % kWarp, width = static_cast<int>(args.summand.num_elements);
 #pragma unroll 1
   for (; slice.t < args.shape.num_tokens;
-       slice = FindOutputSlice<N>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane)) {
-    const Sender sender = slice.sender.Among(session.ranks(), lane);
+       slice = FindOutputSlice<N, kRankWords>(args, TicketCounter::Broadcast(tickets.Request(lane)), lane)) {
+    Sender sender = slice.sender;
+    sender.sends &= session.ranks().Has(sender.rank);
     float total[kSumVectors][N] = {};
     if constexpr (kLines) {
-      const uint32_t missing =
-          AddArrivedChunks<T, N, kFp8>(args, session, sender, slice.first / kSlice<N>, total);
-      if (missing != 0) return missing;
+      if (AddArrivedChunks<T, N, kFp8>(args, session, sender, slice.first / kSlice<N>, total)) return true;
     } else {
-      const uint32_t missing = AwaitSums(args, session, sender, lane);
-      if (__any_sync(kAllLanes, missing != 0)) return missing;
+      if (__any_sync(kAllLanes, AwaitSums(args, session, sender))) return true;
       __syncwarp();  // makes what each lane has acquired visible to all
       AddArrivedSlots<T, N, kFp8>(args, session, sender, slice.first, lane, total);
     }
@@ -143,18 +176,22 @@ __device__ uint32_t AddArrivedSums(const FewTokensPullArgs& args, const ArenaSes
     StoreSlice<T, N>(static_cast<T*>(args.summand.out) + int64_t{slice.t} * width, slice.first, width, lane,
                      total);
   }
-  return 0;
+  return false;
 }
 
-// Waits for all sums from `ranks`. Called by the whole block. Returns bit r if rank r was missed.
-JAX_EP_RARE uint32_t AwaitAllSums(const FewTokensPullArgs& args, const ArenaSession session, uint32_t ranks) {
+// Waits for all sums from `ranks`. Called by the whole block. Returns true if this thread has missed a rank.
+template <int kRankWords>
+JAX_EP_RARE bool AwaitAllSums(const FewTokensPullArgs& args, const ArenaSession<kRankWords> session,
+                              const RankWords<kRankWords> ranks) {
   const int lane = threadIdx.x % kWarp;
-  uint32_t missing = 0;
+  bool has_missed = false;
   for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kFewTokensWarps) {
-    missing |= AwaitSums(args, session, FindSender(args, t, lane).Among(ranks, lane), lane);
+    Sender sender = FindSender<kRankWords>(args, t, lane);
+    sender.sends &= ranks.Has(sender.rank);
+    has_missed |= AwaitSums(args, session, sender);
     __syncwarp();
   }
-  return missing;
+  return has_missed;
 }
 
 }  // namespace jax_ep::cuda

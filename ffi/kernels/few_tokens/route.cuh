@@ -11,23 +11,28 @@ namespace jax_ep::cuda {
 
 // A block's view of the routing, in shared memory.
 struct RoutingTable {
-  int16_t* experts;             // [R][stride] choices of all ranks' tokens, -1 unused
-  uint16_t* ranks;              // by rank [R * T]: bit r is set if the token goes to rank r
-  int32_t* totals;              // [E] choices of each expert
+  int16_t* experts;  // [R][stride] choices of all ranks' tokens, -1 unused
+  uint32_t* ranks;   // by rank [ceil(R / kRankBits), R * T]: bits of the ranks that the token goes to
+  int32_t* totals;   // [E] choices of each expert
   int32_t* from_earlier_ranks;  // [E] those of the ranks before this one
   int32_t* local_counts;  // [R, L] choices of the local experts by each rank; later by the ranks before it
   int32_t* starts;        // by expert [R, L + 1]: starts of the blocks of each rank's experts
+  uint16_t* pairs;        // [R, R] rows from each source to each rank, before drops; the leader counts them
   int stride;             // choices of a rank, rounded up to whole vectors
 
   __device__ RoutingTable(const Shape& shape, std::byte* shared)
       : stride(static_cast<int>(ChoicesStride(shape))) {
     experts = reinterpret_cast<int16_t*>(shared);
-    ranks = reinterpret_cast<uint16_t*>(experts + shape.num_ranks * stride);
-    totals = reinterpret_cast<int32_t*>(reinterpret_cast<std::byte*>(ranks) +
-                                        AlignUp(2 * shape.num_ranks * shape.num_tokens, 16));
+    ranks = reinterpret_cast<uint32_t*>(experts + shape.num_ranks * stride);
+    totals = reinterpret_cast<int32_t*>(ranks + RankTableWords(shape));
     from_earlier_ranks = totals + shape.num_experts;
     local_counts = from_earlier_ranks + shape.num_experts;
     starts = local_counts + shape.num_experts;
+    pairs = reinterpret_cast<uint16_t*>(starts + shape.num_experts + shape.num_ranks);
+  }
+  // Returns, by rank, the words that have the bit of a rank, by token of all ranks.
+  __device__ const uint32_t* RanksWith(const Shape& shape, int rank) const {
+    return ranks + rank / kRankBits * shape.num_ranks * shape.num_tokens;
   }
   // Returns choice k of token `token` of rank `source`.
   __device__ int16_t& expert(const Shape& shape, int source, int token, int k) const {
@@ -58,8 +63,9 @@ __device__ inline int FirstWord(const PushArgs& args) {
 
 // Publishes this rank's choices to all ranks. Called by all metadata blocks, which share the work. `first` is
 // the content of the first word, loaded earlier.
-__device__ inline void PublishChoices(const PushArgs& args, const TopkIds& ids, const ArenaSession& session,
-                                      uint32_t first) {
+template <int kRankWords>
+__device__ void PublishChoices(const PushArgs& args, const TopkIds& ids,
+                               const ArenaSession<kRankWords>& session, uint32_t first) {
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks, begin = FirstWord(args);
   const int stride =
       (static_cast<int>(gridDim.x) - args.few_tokens.first_metadata_block()) * kFewTokensThreads;
@@ -73,18 +79,18 @@ __device__ inline void PublishChoices(const PushArgs& args, const TopkIds& ids, 
 }
 
 // Waits for the choices of `ranks`, and calls store(rank, word, two choices) for each word. Each warp takes
-// words of one rank. Called by the whole block. Returns the ranks that this thread has missed.
-template <typename Store>
-__device__ uint32_t AwaitChoices(const PushArgs& args, const ArenaSession& session, uint32_t ranks,
-                                 Store&& store) {
+// words of one rank. Called by the whole block. Returns true if this thread has missed a rank.
+template <int kRankWords, typename Store>
+__device__ bool AwaitChoices(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                             const RankWords<kRankWords>& ranks, Store&& store) {
   constexpr int kWordsInFlight = 4;
   const int words = ChoiceWords(args.shape), R = args.shape.num_ranks;
   const int warp = threadIdx.x / kWarp, warps_per_rank = max(kFewTokensWarps / R, 1);  // at least one
   const int stride = warps_per_rank * kWarp;
-  uint32_t missing = 0;
+  bool has_missed = false;
   for (int r = warp / warps_per_rank; r < R; r += kFewTokensWarps / warps_per_rank) {
     const EpochWord* const from = session.half().mailbox(args.peers.rank, r).choices;
-    const bool is_expected = (ranks >> r & 1) != 0;
+    const bool is_expected = ranks.Has(r);
     for (int first = warp % warps_per_rank * kWarp + static_cast<int>(threadIdx.x) % kWarp; first < words;
          first += stride * kWordsInFlight) {
       EpochWord loaded[kWordsInFlight];
@@ -99,24 +105,24 @@ __device__ uint32_t AwaitChoices(const PushArgs& args, const ArenaSession& sessi
         if (word >= words) break;
         if (is_expected && !HasEpoch(loaded[j], session.epoch())) {
           // The words of other ranks are still read after a miss, because they may be all that is needed.
-          if (!session.AwaitWord(&from[word])) missing |= 1u << r;
+          if (!session.AwaitWord(&from[word])) has_missed = session.Miss(r);
           loaded[j] = LoadRelaxed(&from[word]);
         }
         store(r, word, is_expected ? static_cast<uint32_t>(loaded[j]) : ~0u);
       }
     }
   }
-  return missing;
+  return has_missed;
 }
 
 // Waits for all choices, and builds the table from them. The counts must be zero before. Called by the whole
-// block, to which the table is visible on return. Returns the ranks that the block has missed.
-__device__ inline uint32_t BuildRoutingTable(const PushArgs& args, const ArenaSession& session,
-                                             const RoutingTable& table) {
+// block, to which the table is visible on return. Returns true if the block has missed a rank.
+template <int kRankWords>
+__device__ bool BuildRoutingTable(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                                  const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, R = shape.num_ranks;
   const int L = shape.num_local_experts(), me = args.peers.rank, first = me * L;
-  const uint32_t present_ranks = session.ranks();
   const bool all_present = session.has_all_ranks();
   const auto store = [&](int rank, int word, uint32_t pair) {
 #pragma unroll 1
@@ -124,7 +130,7 @@ __device__ inline uint32_t BuildRoutingTable(const PushArgs& args, const ArenaSe
       int expert = static_cast<int16_t>(pair & 0xffff);
       // The calls have not been compared yet, so a peer's choices may be those of another op.
       if (expert >= shape.num_experts) expert = -1;
-      if (expert >= 0 && !all_present && (present_ranks >> shape.rank_of(expert) & 1) == 0) expert = -1;
+      if (expert >= 0 && !all_present && !session.ranks().Has(shape.rank_of(expert))) expert = -1;
       table.experts[rank * table.stride + i] = static_cast<int16_t>(expert);
       if (expert < 0) continue;
       atomicAdd(&table.totals[expert], 1);
@@ -132,17 +138,18 @@ __device__ inline uint32_t BuildRoutingTable(const PushArgs& args, const ArenaSe
       if (expert >= first && expert < first + L) atomicAdd(&table.local_counts[rank * L + expert - first], 1);
     }
   };
-  const uint32_t missing = BlockOr(AwaitChoices(args, session, session.ranks(), store));
-  if (missing != 0) return missing;
+  if (session.HasAnyMissed(AwaitChoices(args, session, session.ranks(), store))) return true;
   if (!shape.has_row_per_choice()) {
-    for (int t = threadIdx.x; t < R * shape.num_tokens; t += kFewTokensThreads) {
+    const int tokens = R * shape.num_tokens;
+    for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
+      const int word = kRankWords == 1 ? 0 : i / tokens, t = i - word * tokens;
       uint32_t ranks = 0;
 #pragma unroll 1
       for (int k = 0; k < K; ++k) {
         const int expert = table.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
-        if (expert >= 0) ranks |= 1u << shape.rank_of(expert);
+        if (expert >= 0) ranks |= RankWords<kRankWords>::BitIn(word, shape.rank_of(expert));
       }
-      table.ranks[t] = static_cast<uint16_t>(ranks);
+      table.ranks[i] = ranks;
     }
   } else {
     for (int r = threadIdx.x / kWarp; r < R; r += kFewTokensWarps) {
@@ -158,7 +165,7 @@ __device__ inline uint32_t BuildRoutingTable(const PushArgs& args, const ArenaSe
     }
   }
   __syncthreads();
-  return 0;
+  return false;
 }
 
 // Returns, by expert, the row of choice i of rank `source`, which chose `expert`; each lane has its own
@@ -199,18 +206,20 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
 
 // Returns, by rank, how many of tokens [begin, end) of all ranks go to `rank`, in all lanes. Called by one
 // warp.
-__device__ inline int CountTokensTo(const RoutingTable& table, int rank, int begin, int end) {
+__device__ inline int CountTokensTo(const Shape& shape, const RoutingTable& table, int rank, int begin,
+                                    int end) {
+  const uint32_t* const ranks = table.RanksWith(shape, rank);
   int tokens = 0;
 #pragma unroll 1
   for (int t = begin + static_cast<int>(threadIdx.x) % kWarp; t < end; t += kWarp)
-    tokens += table.ranks[t] >> rank & 1;
+    tokens += ranks[t] >> rank % kRankBits & 1;
   return __reduce_add_sync(kAllLanes, tokens);
 }
 
 // Returns, by rank, the row at `rank` of token t of all ranks, which must go there; -1 if it is dropped.
 // Called by one warp.
 __device__ inline int RowOfToken(const Shape& shape, const RoutingTable& table, int t, int rank) {
-  const int row = CountTokensTo(table, rank, 0, t);
+  const int row = CountTokensTo(shape, table, rank, 0, t);
   return IsRow(row, shape.capacity) ? row : -1;
 }
 

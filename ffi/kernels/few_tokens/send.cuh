@@ -6,18 +6,37 @@
 
 namespace jax_ep::cuda {
 
-// Calls store(slot) for token t's slot at each of the ranks. Each rank starts with the rank after it, so that
-// the ranks do not all write to the same one.
-template <typename Store>
-__device__ void ForEachSlot(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
-                            Store&& store) {
-  const int R = args.shape.num_ranks, me = args.peers.rank;
-  const ArenaHalf half = session.half();
+// Calls f(rank) for each of the ranks. Each rank starts with the rank after it, so that the ranks do not all
+// write to the same one.
+template <int kRankWords, typename F>
+__device__ void ForEachRank(const Peers& peers, const RankWords<kRankWords>& ranks, F&& f) {
+  const int R = peers.num_ranks, me = peers.rank;
+  if constexpr (kRankWords == 1) {
 #pragma unroll 1
-  for (int i = 1; i <= R; ++i) {
-    const int r = me + i < R ? me + i : me + i - R;
-    if (ranks >> r & 1) store(half.slot(r, me, t));
+    for (int i = 1; i <= R; ++i) {
+      const int r = me + i < R ? me + i : me + i - R;
+      if (ranks.Has(r)) f(r);
+    }
+  } else {
+    const uint32_t up_to_me = ~0u >> (kRankBits - 1 - me % kRankBits);  // of this rank's own word
+#pragma unroll 1
+    for (int i = 0; i <= kRankWords; ++i) {
+      const int word = (me / kRankBits + i) % kRankWords;
+      uint32_t bits = ranks.Word(word);
+      if (i == 0) bits &= ~up_to_me;
+      if (i == kRankWords) bits &= up_to_me;
+#pragma unroll 1
+      for (; bits != 0; bits &= bits - 1) f(word * kRankBits + __ffs(bits) - 1);
+    }
   }
+}
+
+// Calls store(slot) for token t's slot at each of the ranks.
+template <int kRankWords, typename Store>
+__device__ void ForEachSlot(const PushArgs& args, const ArenaSession<kRankWords>& session, int t,
+                            const RankWords<kRankWords>& ranks, Store&& store) {
+  const ArenaHalf half = session.half();
+  ForEachRank(args.peers, ranks, [&](int r) { store(half.slot(r, args.peers.rank, t)); });
 }
 
 // Threads of a sending block that send rows. The last warp sends the arrival flags.
@@ -92,9 +111,9 @@ __device__ PrefetchedToken<T> PrefetchToken(const PushArgs& args, int t) {
 }
 
 // Sends a row of whole vectors, of which this thread has loaded its first ones.
-template <typename T>
-__device__ void SendRow(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
-                        WireVector<T> (&vectors)[kSendVectors]) {
+template <typename T, int kRankWords>
+__device__ void SendRow(const PushArgs& args, const ArenaSession<kRankWords>& session, int t,
+                        const RankWords<kRankWords>& ranks, WireVector<T> (&vectors)[kSendVectors]) {
   const int n = VectorsOf<T>(args), padded_size = static_cast<int>(AlignUp(n, kWarp));
 #pragma unroll 1
   for (int first = threadIdx.x; first < padded_size;) {
@@ -120,8 +139,9 @@ __device__ void SendRow(const PushArgs& args, const ArenaSession& session, int t
 }
 
 // Sends a row of any size unchanged.
-__device__ inline void SendBytes(const PushArgs& args, const ArenaSession& session, int t, uint32_t ranks,
-                                 int payload) {
+template <int kRankWords>
+__device__ void SendBytes(const PushArgs& args, const ArenaSession<kRankWords>& session, int t,
+                          const RankWords<kRankWords>& ranks, int payload) {
   const int64_t n = args.payloads[payload].row_bytes;
   const std::byte* const row = args.payloads[payload].in + t * n;
   if (n % 16 == 0) {
@@ -153,16 +173,25 @@ __device__ inline void Wait(int barrier) {
 
 // Returns the ranks that a token is sent to, among those that take part, in all lanes. Each lane has the
 // expert of one choice.
-__device__ inline uint32_t RanksOf(const Shape& shape, const ArenaSession& session, int expert) {
-  const uint32_t rank = expert < 0 ? 0 : 1u << shape.rank_of(expert);
-  return __reduce_or_sync(kAllLanes, rank) & session.writable();
+template <int kRankWords>
+__device__ RankWords<kRankWords> RanksOf(const Shape& shape, const ArenaSession<kRankWords>& session,
+                                         int expert) {
+  using Ranks = RankWords<kRankWords>;
+  const int rank = expert < 0 ? 0 : shape.rank_of(expert);
+  Ranks ranks;
+#pragma unroll
+  for (int w = 0; w < kRankWords; ++w) {
+    ranks.words[w] = __reduce_or_sync(kAllLanes, expert < 0 ? 0 : Ranks::BitIn(w, rank));
+  }
+  return ranks.And(session.writable());
 }
 
 // Sends all tokens of this block. The first one was loaded earlier. Called by the sending warps.
-template <typename T>
-__device__ void SendTokens(const PushArgs& args, const ArenaSession& session, PrefetchedToken<T> token) {
+template <typename T, int kRankWords>
+__device__ void SendTokens(const PushArgs& args, const ArenaSession<kRankWords>& session,
+                           PrefetchedToken<T> token) {
   for (int t = blockIdx.x, step = 0; t < args.shape.num_tokens; t += args.few_tokens.num_senders, ++step) {
-    const uint32_t ranks = RanksOf(args.shape, session, token.expert);
+    const auto ranks = RanksOf(args.shape, session, token.expert);
     if (step >= 2) Wait(kFlagged + step % 2);
     const bool in_vectors = VectorsOf<T>(args) > 0;
     if (in_vectors) SendRow<T>(args, session, t, ranks, token.row);
@@ -180,14 +209,18 @@ __device__ void SendTokens(const PushArgs& args, const ArenaSession& session, Pr
 
 // Sends the arrival flags of each token to its ranks. The last warp does this, because it has to wait until a
 // token's stores are complete, and must not delay those of the next token.
-__device__ inline void SendArrivalFlags(const PushArgs& args, const ArenaSession& session) {
+template <int kRankWords>
+__device__ void SendArrivalFlags(const PushArgs& args, const ArenaSession<kRankWords>& session) {
   const int lane = threadIdx.x % kWarp, K = args.shape.top_k, T = args.shape.num_tokens;
   for (int t = blockIdx.x, step = 0; t < T; t += args.few_tokens.num_senders, ++step) {
     const int expert = lane < K ? RoutedAt(args.topk_idx, args.shape, t, lane) : -1;
-    const uint32_t ranks = RanksOf(args.shape, session, expert);
+    const auto ranks = RanksOf(args.shape, session, expert);
     Wait(kStored + step % 2);
-    if (lane < args.shape.num_ranks && (ranks >> lane & 1) != 0) {
-      StoreWordRelease(&session.half().mailbox(lane, args.peers.rank).arrived[t], 1, session.epoch());
+#pragma unroll
+    for (int w = 0; w < kRankWords; ++w) {
+      if ((ranks.words[w] >> lane & 1) == 0) continue;
+      ArenaMailbox& there = session.half().mailbox(w * kRankBits + lane, args.peers.rank);
+      StoreWordRelease(&there.arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.few_tokens.num_senders < T) Arrive(kFlagged + step % 2);

@@ -85,8 +85,8 @@ __device__ FirstSum<T, N> ComputeFirstSum(const FewTokensPullArgs& args, const R
 }
 
 // Sends the sums of all tokens. Called by the summing warps, which share the tokens, a few warps for each.
-template <typename T, int N, bool kFp8>
-__device__ void SendSums(const FewTokensPullArgs& args, const ArenaSession& session,
+template <typename T, int N, bool kFp8, int kRankWords>
+__device__ void SendSums(const FewTokensPullArgs& args, const ArenaSession<kRankWords>& session,
                          const RowWarps& row_warps, FirstSum<T, N> first_sum) {
   const int width = static_cast<int>(args.summand.num_elements), me = args.peers.rank;
   const int tokens = args.shape.num_ranks * args.shape.num_tokens;
@@ -95,7 +95,7 @@ __device__ void SendSums(const FewTokensPullArgs& args, const ArenaSession& sess
   for (int i = row_warps.index; i < tokens; i += row_warps.count, is_summed = false) {
     const SlotTarget target = TargetOf(args, i);
     if (!is_summed) first_sum.inputs = FindLocalRows<T>(args, target.rank, target.index, row_warps.lane);
-    if (first_sum.inputs.lanes == 0 || (session.writable() >> target.rank & 1) == 0) continue;
+    if (first_sum.inputs.lanes == 0 || !session.may_write(target.rank)) continue;
     std::byte* const slot = session.half().slot(target.rank, me, target.index);
     if (!kFp8) {
       const float factor = FactorOf(first_sum.inputs);
@@ -144,8 +144,8 @@ __device__ FirstSum<T, N> ComputeFirstChunk(const FewTokensPullArgs& args) {
 }
 
 // Does what SendSums does, with lines.
-template <typename T, int N, bool kFp8>
-__device__ void SendChunks(const FewTokensPullArgs& args, const ArenaSession& session,
+template <typename T, int N, bool kFp8, int kRankWords>
+__device__ void SendChunks(const FewTokensPullArgs& args, const ArenaSession<kRankWords>& session,
                            FirstSum<T, N> first_sum) {
   using Chunk = SumChunk<T, N, kFp8>;
   const int me = args.peers.rank, lane = threadIdx.x % kWarp;

@@ -1,5 +1,5 @@
-// The arena: memory of a group on each of its devices, next to the control block, that ops for few tokens
-// use.
+// The arena: memory of a group on each of its devices, after the control block and the mailboxes, that ops
+// for few tokens use.
 //
 // Each rank has a slot at every peer for each of its tokens. Slots are not XLA's memory. Therefore a rank may
 // write to a slot before the peer has begun the op, and a receiver need not wait until the peer has ended it;
@@ -19,47 +19,74 @@
 
 namespace jax_ep {
 
-constexpr int kArenaRanks = 16;      // most ranks of a group that uses it
 constexpr int kSlotTokens = 128;     // most tokens of a rank
 constexpr int kSlotChoices = 4096;   // most choices of a rank's tokens, T * K
 constexpr int kSlotHeadBytes = 128;  // before the row: the token's weights
 static_assert(kMaxRowsPerToken * sizeof(float) <= kSlotHeadBytes);
 
 // The words that a rank writes at a peer, besides rows.
-struct ArenaMailbox {
+struct alignas(128) ArenaMailbox {
   EpochWord call[2];                    // Call::WithBlocks: lower half, upper half
   EpochWord choices[kSlotChoices / 2];  // of a dispatch: two experts each, as int16
   EpochWord arrived[kSlotTokens];       // the row of this slot has arrived
 };
 
-// The words of one half of the arena.
-struct ArenaHead {
-  ArenaMailbox mailboxes[kArenaRanks];  // by source
-  EpochWord verdict;  // if ranks may be left out: those that came, as decided by this rank's leader
-};
-
-// The beginning of the arena. The slots of both halves follow, then the lines of both.
+// The beginning of the arena. The mailboxes of both halves follow, those of a half by source; then the slots
+// of both halves, and then the lines of both.
 struct alignas(128) Arena {
-  ArenaHead heads[2];
-  uint32_t begun[kArenaRanks];  // the last op that each rank has begun, as far as it has reported
-  uint32_t heard[kArenaRanks];  // the last op in which this rank has received each rank's call
+  // By half. If ranks may be left out: those that came, as decided by this rank's leader.
+  EpochWord verdicts[2][kMaxRanks / kRankBits];
+  uint32_t begun[kMaxRanks];  // the last op that each rank has begun, as far as it has reported
+  uint32_t heard[kMaxRanks];  // the last op in which this rank has received each rank's call
+
+  JAX_EP_HD ArenaMailbox* mailboxes(int half, int num_ranks) {
+    return reinterpret_cast<ArenaMailbox*>(this + 1) + half * num_ranks;
+  }
 };
-constexpr int64_t kSlotsOfHalf = (kArenaSlotBytes - static_cast<int64_t>(sizeof(Arena))) / 2 / 128 * 128;
-constexpr int64_t kLinesOfHalf = kArenaLineBytes / 2;
-constexpr int64_t kLinesOffset = static_cast<int64_t>(sizeof(Arena)) + 2 * kSlotsOfHalf;  // in the arena
 
-// The layout of an op's slots in a half. Each source has a region of its own, independent of the op, so that
-// a rank that was left out and comes late writes to no other rank's slots.
+// Returns the bytes of the slots of a half. A group of few ranks has slots for more tokens of each.
+JAX_EP_HD inline int64_t SlotsOfHalf(int num_ranks) {
+  constexpr int kLeastRanks = 16;
+  return (int64_t{1} << 20) * (num_ranks < kLeastRanks ? kLeastRanks : num_ranks);
+}
+constexpr int64_t kLinesOfHalf = int64_t{2} << 20;
+
+// Returns where the arena begins, in bytes from the control block.
+inline int64_t ArenaOffset(int num_ranks) { return AlignUp(ControlBytes(num_ranks), alignof(Arena)); }
+// Returns the same from the arena's channel.
+inline int64_t ArenaOffsetFromChannel(int num_ranks) {
+  return ArenaOffset(num_ranks) - static_cast<int64_t>(offsetof(Control, channels[kArenaChannel]));
+}
+// Return where the slots and the lines begin, in bytes from the arena.
+inline int64_t SlotsOffset(int num_ranks) {
+  return static_cast<int64_t>(sizeof(Arena)) +
+         int64_t{2} * num_ranks * static_cast<int64_t>(sizeof(ArenaMailbox));
+}
+inline int64_t LinesOffset(int num_ranks) { return SlotsOffset(num_ranks) + 2 * SlotsOfHalf(num_ranks); }
+
+// Returns the size of all memory of a group on a device.
+inline int64_t GroupBytes(int num_ranks) {
+  return ArenaOffset(num_ranks) + LinesOffset(num_ranks) + 2 * kLinesOfHalf;
+}
+
+// The layout of an op's slots. In each half, each source has a region of its own, independent of the op, so
+// that a rank that was left out and comes late writes to no other rank's slots.
 struct Slots {
-  int64_t region;
-  int64_t bytes;  // per slot
+  int64_t first;   // slot of half 0, in bytes from the arena
+  int64_t half;    // bytes from one half to the other
+  int64_t region;  // bytes of a source
+  int64_t bytes;   // of a slot
 
-  JAX_EP_HD int64_t offset(int source, int token) const { return source * region + token * bytes; }
+  JAX_EP_HD int64_t offset(int number, int source, int token) const {
+    return first + number * half + source * region + token * bytes;
+  }
 };
 
 // Returns the layout for rows of `row_bytes`, in which each array is rounded up to 16.
 inline Slots SlotsOf(const Shape& shape, int64_t row_bytes) {
-  return {kSlotsOfHalf / shape.num_ranks / 128 * 128, AlignUp(kSlotHeadBytes + row_bytes, 128)};
+  const int R = shape.num_ranks;
+  const int64_t half = SlotsOfHalf(R);
+  return {SlotsOffset(R), half, half / R / 128 * 128, AlignUp(kSlotHeadBytes + row_bytes, 128)};
 }
 
 // A row in lines consists of chunks, one of which a warp stores or loads at a time
@@ -74,7 +101,9 @@ JAX_EP_HD inline int ChunksOf(int64_t row_bytes) {
 
 // Returns the layout of rows in lines, in the place of slots.
 inline Slots LinesOf(const Shape& shape, int64_t row_bytes) {
-  return {kLinesOfHalf / shape.num_ranks / 128 * 128, int64_t{ChunksOf(row_bytes)} * kChunkLineBytes};
+  const int R = shape.num_ranks;
+  return {LinesOffset(R), kLinesOfHalf, kLinesOfHalf / R / 128 * 128,
+          int64_t{ChunksOf(row_bytes)} * kChunkLineBytes};
 }
 
 // Most bytes that a rank sends to the others as lines, measured: lines are half as long again as the row, but
@@ -82,11 +111,12 @@ inline Slots LinesOf(const Shape& shape, int64_t row_bytes) {
 constexpr int64_t kMostLineBytesOfDispatch = 1 << 20, kMostLineBytesOfCombine = 256 << 10;
 
 // Returns whether rows of `row_bytes` travel as lines, if a rank may send at most `most_bytes` in this way.
+// Ranks must have bits in one word.
 inline bool SuitsLines(const Shape& shape, int64_t row_bytes, int64_t most_bytes) {
   const Slots lines = LinesOf(shape, row_bytes);
   const int64_t sent_bytes = int64_t{ChunksOf(row_bytes)} * kChunkRowBytes;  // of a row, as whole chunks
   const int64_t bytes = shape.num_tokens * std::max(shape.num_ranks - 1, 1) * sent_bytes;
-  return row_bytes > 0 && row_bytes % 16 == 0 && bytes <= most_bytes &&
+  return shape.num_ranks <= kRankBits && row_bytes > 0 && row_bytes % 16 == 0 && bytes <= most_bytes &&
          shape.num_tokens * lines.bytes <= lines.region;
 }
 
@@ -95,18 +125,20 @@ inline bool SuitsLines(const Shape& shape, int64_t row_bytes, int64_t most_bytes
 JAX_EP_HD inline int64_t ChoicesStride(const Shape& shape) {
   return AlignUp(int64_t{shape.num_tokens} * shape.top_k, 8);
 }
+// Returns the words for the ranks that each token goes to, by rank.
+JAX_EP_HD inline int RankTableWords(const Shape& shape) {
+  return shape.has_row_per_choice() ? 0 : RankWordsOf(shape.num_ranks) * shape.num_ranks * shape.num_tokens;
+}
 JAX_EP_HD inline int64_t RoutingTableBytes(const Shape& shape) {
   const int64_t R = shape.num_ranks;
-  return 2 * R * ChoicesStride(shape) + AlignUp(2 * R * shape.num_tokens, 16) +
-         4 * (int64_t{4} * shape.num_experts + R);
+  const int64_t words = RankTableWords(shape) + int64_t{4} * shape.num_experts + R;
+  return 2 * R * ChoicesStride(shape) + 4 * words + AlignUp(2 * R * R, 4);
 }
 constexpr int64_t kMaxRoutingTableBytes = 96 * 1024;  // available to a block on all GPUs from sm_80 on
 
 // Returns whether an op with rows of `row_bytes` fits in the arena.
 inline bool FitsArena(const Shape& shape, int64_t row_bytes) {
-  if (shape.num_ranks > kArenaRanks || shape.num_tokens > kSlotTokens || shape.top_k > kMaxRowsPerToken) {
-    return false;
-  }
+  if (shape.num_tokens > kSlotTokens || shape.top_k > kMaxRowsPerToken) return false;
   const Slots slots = SlotsOf(shape, row_bytes);
   return int64_t{shape.num_tokens} * shape.top_k <= kSlotChoices &&
          RoutingTableBytes(shape) <= kMaxRoutingTableBytes && shape.num_tokens * slots.bytes <= slots.region;

@@ -5,13 +5,17 @@
 //   Open          each block claims the channel, the first one opens the op, and each determines which peers
 //                 this rank may write to
 //   PublishCall   the last block, the leader, publishes the call
-//   AwaitCall     the leader compares the calls of all ranks; or, if ranks may be left out,
+//   AwaitCalls    the leader compares the calls of all ranks; or, if ranks may be left out,
 //   AgreeOnRanks  all blocks call this, which also settles the ranks that take part
 //   Close         this block ends; the one that ends last frees the channel
 //
 // In between, each block waits only for the words that it needs. No rank waits for a peer to end, because no
 // peer writes to its results. Every block calls Open and Close once. The state of the session is in shared
-// memory, so that the warps of a block cannot disagree.
+// memory, so that the warps of a block cannot disagree. It also has the ranks that the block's threads have
+// missed. A thread that misses a rank, or that must not go on, returns true.
+//
+// Lane l of a warp stands for the ranks r with r % kWarp == l. A session has kRankWords words with a bit for
+// each rank, one if they suffice.
 #pragma once
 
 #include "kernels/protocol/arena.h"
@@ -19,24 +23,7 @@
 
 namespace jax_ep::cuda {
 
-// In the arena a thread returns the ranks that it has missed as bits. This one says that it has missed none
-// but must not go on.
-constexpr uint32_t kAbortedBit = 1u << 31;
-static_assert(kArenaRanks < 31, "a bit for each rank, and one more");
-
-// Returns, to all threads of a block, the OR of their bits, which is nearly always 0. Called by the whole
-// block; synchronizes.
-__device__ inline uint32_t BlockOr(uint32_t bits) {
-  if (!__syncthreads_or(bits != 0)) return 0;
-  __shared__ uint32_t all;
-  if (threadIdx.x == 0) all = 0;
-  __syncthreads();
-  if (bits != 0) atomicOr(&all, bits);
-  __syncthreads();
-  const uint32_t result = all;
-  __syncthreads();
-  return result;
-}
+static_assert(kRankBits == kWarp, "a lane stands for one rank of each word");
 
 // Fails an op on all ranks, and fills the results. Called by the block of this rank that ends last;
 // synchronizes.
@@ -58,24 +45,37 @@ JAX_EP_RARE void FillAttendance(const Attendance& attendance, int num_ranks) {
 }
 
 __device__ inline Arena& ArenaOf(const Peers& peers, int rank) {
-  return *reinterpret_cast<Arena*>(&peers.control(rank) + 1);
+  return *reinterpret_cast<Arena*>(reinterpret_cast<std::byte*>(peers.channel[rank]) + peers.arena_offset);
 }
 
-// Waits until a rank has begun op `epoch`, and returns whether it has. If ranks may be left out, this waits
-// for a part of the time only, so that this rank's rows are not late at the others. Called by one thread for
-// the rank.
-JAX_EP_RARE bool AwaitBegun(const Peers& peers, const uint32_t* begun, uint32_t epoch, bool masks) {
+// Returns whether a rank has begun op `epoch`.
+__device__ inline bool HasBegun(const Peers& peers, int rank, uint32_t epoch) {
+  return static_cast<int32_t>(LoadAcquire(&ArenaOf(peers, peers.rank).begun[rank]) - epoch) >= 0;
+}
+
+// Waits until those of `ranks` that this lane stands for have begun op `epoch`. If ranks may be left out, it
+// waits for a part of the time only, so that this rank's rows are not late at the others.
+template <int kRankWords>
+JAX_EP_RARE void AwaitBegun(const Peers& peers, const RankWords<kRankWords> ranks, uint32_t epoch,
+                            bool masks) {
   constexpr int kPart = 4;
-  const auto has_begun = [&] {
-    const bool is_there = static_cast<int32_t>(LoadAcquire(begun) - epoch) >= 0;
-    if (!is_there) __nanosleep(500);
-    return is_there;
+  const int lane = threadIdx.x % kWarp;
+  const auto have_begun = [&] {
+    bool all = true;
+    for (int w = 0; w < kRankWords; ++w) {
+      if ((ranks.words[w] >> lane & 1) != 0) all &= HasBegun(peers, w * kRankBits + lane, epoch);
+    }
+    if (!all) __nanosleep(500);
+    return all;
   };
-  if (!masks) return Await(peers, has_begun);
+  if (!masks) {
+    (void)Await(peers, have_begun);
+    return;
+  }
   const uint64_t timeout = LoadFromHost(&peers.report->timeout_ns), now = GlobalNanoseconds();
   BlockClock().began = now;  // the part counts as time of the op
-  return PollUntil(has_begun,
-                   [&] { return GlobalNanoseconds() - now >= timeout / kPart || IsGivenUp(peers); });
+  (void)PollUntil(have_begun,
+                  [&] { return GlobalNanoseconds() - now >= timeout / kPart || IsGivenUp(peers); });
 }
 
 // The half of the ranks' arenas that an op uses.
@@ -84,48 +84,57 @@ struct ArenaHalf {
   const Slots& slots;
   uint32_t number;
 
-  __device__ ArenaHead& head(int rank) const { return ArenaOf(peers, rank).heads[number]; }
   // Returns the mailbox at rank `at` that `source` writes.
-  __device__ ArenaMailbox& mailbox(int at, int source) const { return head(at).mailboxes[source]; }
+  __device__ ArenaMailbox& mailbox(int at, int source) const {
+    return ArenaOf(peers, at).mailboxes(number, peers.num_ranks)[source];
+  }
   __device__ std::byte* slot(int at, int source, int token) const {
-    std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at) + 1);
-    return first + number * kSlotsOfHalf + slots.offset(source, token);
+    return reinterpret_cast<std::byte*>(&ArenaOf(peers, at)) + slots.offset(number, source, token);
   }
   // Returns a chunk of a row that travels as lines.
   __device__ uint4* chunk(int at, int source, int token, int chunk) const {
-    std::byte* const first = reinterpret_cast<std::byte*>(&ArenaOf(peers, at)) + kLinesOffset;
-    return reinterpret_cast<uint4*>(first + number * kLinesOfHalf + slots.offset(source, token) +
-                                    chunk * kChunkLineBytes);
+    return reinterpret_cast<uint4*>(slot(at, source, token) + chunk * kChunkLineBytes);
   }
 };
 
-// The first step of an op, by the last warp of each block; see Opening. Lane r loads the state of rank r.
+// The first step of an op, by the last warp of each block; see Opening. Each lane loads the state of its
+// ranks.
+template <int kRankWords>
 struct ArenaOpening {
   Opening opening;
-  uint32_t heard = 0;      // the last op in which this rank has received rank r's call
-  bool is_active = false;  // rank r takes part, according to the program
+  uint32_t heard[kRankWords] = {};  // the last op in which this rank has received each rank's call
+  bool is_active[kRankWords] = {};  // each rank takes part, according to the program
 
   __device__ ArenaOpening(const Peers& peers, const MeshPosition* position_operand,
                           const Attendance& attendance)
       : opening(peers, position_operand, true) {
-    const int r = threadIdx.x % kWarp;
-    if (!IsOpeningWarp() || r >= peers.num_ranks) return;
-    heard = ArenaOf(peers, peers.rank).heard[r];
-    is_active = attendance.is_active(r);
+    if (!IsOpeningWarp()) return;
+#pragma unroll
+    for (int w = 0; w < kRankWords; ++w) {
+      const int r = w * kRankBits + static_cast<int>(threadIdx.x) % kWarp;
+      if (r >= peers.num_ranks) break;
+      heard[w] = ArenaOf(peers, peers.rank).heard[r];
+      is_active[w] = attendance.is_active(r);
+    }
   }
   __device__ static bool IsOpeningWarp() { return threadIdx.x / kWarp == blockDim.x / kWarp - 1; }
 };
 
+template <int kRankWords>
 class ArenaSession {
  public:
+  using Ranks = RankWords<kRankWords>;
+  // Most calls that a thread waits for if all threads of the leader, of at least kLeastThreads, share them.
+  static constexpr int kLeastThreads = 64, kCallsOfThread = (kRankWords * kRankBits - 1) / kLeastThreads + 1;
+
   __device__ ArenaSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
 
   // Opens the op. Returns false if the block must not go on with it. In blocks other than the first, true
   // does not mean that the op is open: if the first block finds the gate closed, the others go on until they
   // find it closed, too. Called by the whole block; synchronizes.
-  __device__ bool Open(const ArenaOpening& arena_opening) {
-    if (ArenaOpening::IsOpeningWarp()) {
+  __device__ bool Open(const ArenaOpening<kRankWords>& arena_opening) {
+    if (ArenaOpening<kRankWords>::IsOpeningWarp()) {
       bool fails = false;
       if (Opening::IsOpeningThread()) {
         BlockClock().began = 0;
@@ -134,17 +143,21 @@ class ArenaSession {
       }
       fails = __ballot_sync(kAllLanes, fails) != 0;
       const uint32_t epoch = __shfl_sync(kAllLanes, arena_opening.opening.epoch(), kWarp - 1);
-      const unsigned active = __ballot_sync(kAllLanes, arena_opening.is_active);
-      const uint32_t ranks = (active >> peers_.rank & 1) != 0 ? active : 0;
-      const uint32_t writable = fails ? 0 : FindWritable(epoch, ranks, arena_opening.heard);
+      Ranks active;
+#pragma unroll
+      for (int w = 0; w < kRankWords; ++w) {
+        active.words[w] = __ballot_sync(kAllLanes, arena_opening.is_active[w]);
+      }
+      const Ranks ranks = active.Has(peers_.rank) ? active : Ranks{};
+      const Ranks writable = fails ? Ranks{} : FindWritable(epoch, ranks, arena_opening.heard);
       // Unless ranks may be left out, the op fails without one that has not begun in time.
-      const uint32_t missing = fails || attendance_.masks ? 0 : ranks & ~writable;
-      fails |= missing != 0;
+      const Ranks missing = fails || attendance_.masks ? Ranks{} : ranks.Without(writable);
+      fails |= !missing.IsEmpty();
       if (Opening::IsOpeningThread()) {
-        if (missing != 0) RecordFailure(peers_, op_, Phase::kEnter, epoch, RankBits{0, missing});
+        if (!missing.IsEmpty()) RecordFailure(peers_, op_, Phase::kEnter, epoch, missing.FirstBits());
         const bool holds_channel = arena_opening.opening.HoldsChannel(peers_);
         const Call call = arena_opening.opening.CallOf(peers_);
-        state_of_block() = {epoch, call, ranks, writable, holds_channel, !fails, fails};
+        state_of_block() = {epoch, call, ranks, writable, {}, holds_channel, !fails, fails};
       }
     }
     __syncthreads();
@@ -156,13 +169,12 @@ class ArenaSession {
   }
 
   __device__ uint32_t epoch() const { return epoch_; }
-  // Returns the ranks that take part, as far as is known: bit r stands for rank r. Returns 0 if this rank
-  // takes no part.
-  __device__ uint32_t ranks() const { return ranks_; }
-  __device__ bool has_all_ranks() const { return ranks() == (1u << peers_.num_ranks) - 1; }
+  // Returns the ranks that take part, as far as is known, or none if this rank takes no part.
+  __device__ const Ranks& ranks() const { return ranks_; }
+  __device__ bool has_all_ranks() const { return ranks() == Ranks::Below(peers_.num_ranks); }
   // Returns those of them whose arenas this rank may write to.
-  __device__ uint32_t writable() const { return writable_; }
-  __device__ bool may_write(int r) const { return (writable() >> r & 1) != 0; }
+  __device__ const Ranks& writable() const { return writable_; }
+  __device__ bool may_write(int r) const { return writable().Has(r); }
   // Returns whether this block has missed something that it needs.
   __device__ bool has_failed() const { return state_of_block().has_failed; }
   // Returns true for the leader. It compares the calls of all ranks and, if ranks may be left out, decides
@@ -188,69 +200,98 @@ class ArenaSession {
     return AwaitArrival([&] { return HasEpoch(LoadAcquire(word), now); });
   }
 
-  // Publishes this rank's call, and reports to the host if a rank is left out. Called by the leader, with one
-  // thread for each rank.
+  // Publishes this rank's call, and reports to the host if a rank is left out. Called by the leader.
   __device__ void PublishCall() const {
-    const int r = threadIdx.x;
-    if (r == 0 && !has_all_ranks()) peers_.report->left_out = 1;
-    if (r >= peers_.num_ranks || !may_write(r)) return;
-    const uint64_t word = call().WithBlocks(0);
-    EpochWord* const there = half().mailbox(r, peers_.rank).call;
-    StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
-    StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
+    if (threadIdx.x == 0 && !has_all_ranks()) peers_.report->left_out = 1;
+#pragma unroll 1
+    for (int r = threadIdx.x; r < peers_.num_ranks; r += blockDim.x) {
+      if (!may_write(r)) continue;
+      const uint64_t word = call().WithBlocks(0);
+      EpochWord* const there = half().mailbox(r, peers_.rank).call;
+      StoreWord(&there[0], static_cast<uint32_t>(word), epoch());
+      StoreWord(&there[1], static_cast<uint32_t>(word >> 32), epoch());
+    }
   }
 
-  // Waits for the call of rank r. Returns bit r if this thread has missed it. A rank that calls a different
-  // op fails the op. Called by one thread for each rank.
-  __device__ uint32_t AwaitCall(int r, const WaitLog& log) const {
-    if (r >= peers_.num_ranks) return 0;
-    log.Write(r, 0);
-    if ((ranks() >> r & 1) == 0) return 0;
-    const EpochWord* const words = half().mailbox(peers_.rank, r).call;
-    const uint32_t now = epoch();
-    EpochWord low, high;
-    uint64_t came = 0;
-    const bool is_there = Await(peers_, [&] {
-      low = LoadRelaxed(&words[0]);
-      high = LoadRelaxed(&words[1]);
-      const bool both = HasEpoch(low, now) && HasEpoch(high, now);
-      if (both && log.wait_us != nullptr) came = GlobalNanoseconds();
-      return both;
+  // Notes that this thread has missed a rank. Returns true.
+  __device__ __noinline__ static bool Miss(int r) {
+    atomicOr(&state_of_block().missed.words[r / kRankBits], 1u << r % kRankBits);
+    return true;
+  }
+  // Returns, to all threads, whether any thread of the block has missed a rank or must not go on. Nearly
+  // always none has. Called by the whole block; synchronizes.
+  __device__ static bool HasAnyMissed(bool has_missed) { return __syncthreads_or(has_missed) != 0; }
+  // Returns the ranks that threads of the block have missed. Called by the whole block, after HasAnyMissed;
+  // synchronizes.
+  __device__ Ranks Missed() const {
+    const Ranks missed = state_of_block().missed;
+    __syncthreads();
+    return missed;
+  }
+
+  // Waits for the calls of up to kCalls ranks: `first` and every `step`th one after it. A rank that calls a
+  // different op fails the op. Returns true if this thread has missed a rank or the op has failed. Called by
+  // the leader's threads, or by one of its warps, for all ranks.
+  template <int kCalls>
+  __device__ bool AwaitCalls(int first, int step, const WaitLog& log) const {
+    bool is_expected[kCalls], has_failed = false;
+#pragma unroll
+    for (int i = 0; i < kCalls; ++i) {
+      const int r = first + i * step;
+      is_expected[i] = r < peers_.num_ranks && ranks().Has(r);
+      if (r < peers_.num_ranks) log.Write(r, 0);
+    }
+    const auto take_those = [&](auto&& take) {
+      bool all_taken = true;
+#pragma unroll
+      for (int i = 0; i < kCalls; ++i) {
+        is_expected[i] = is_expected[i] && !take(first + i * step);
+        all_taken &= !is_expected[i];
+      }
+      return all_taken;
+    };
+    const auto take_call = [&](int r) {
+      const EpochWord* const words = half().mailbox(peers_.rank, r).call;
+      const EpochWord low = LoadRelaxed(&words[0]), high = LoadRelaxed(&words[1]);
+      if (!HasEpoch(low, epoch()) || !HasEpoch(high, epoch())) return false;
+      if (log.wait_us != nullptr && r != peers_.rank) log.Write(r, GlobalNanoseconds());
+      ArenaOf(peers_, peers_.rank).heard[r] = epoch();
+      has_failed |= !IsSameCall(r, high << 32 | NumberOf(low));
+      return true;
+    };
+    if (Await(peers_, [&] { return take_those(take_call); })) return has_failed;
+    (void)take_those([&](int r) {
+      if (log.wait_us != nullptr && r != peers_.rank) log.Write(r, GlobalNanoseconds());
+      return Miss(r);
     });
-    if (!is_there && log.wait_us != nullptr) came = GlobalNanoseconds();
-    if (r != peers_.rank) log.Write(r, came);  // a rank does not wait for itself
-    if (!is_there) return 1u << r;
-    ArenaOf(peers_, peers_.rank).heard[r] = now;
-    const uint64_t word = high << 32 | NumberOf(low);
-    // If ranks may miss ops, each rank numbers its call sites independently.
-    const bool any_site = attendance_.active_ranks != nullptr;
-    if (any_site ? Call::Of(word).hash == call().hash : Call::Of(word) == call()) return 0;
-    RecordFailure(peers_, op_, Phase::kCall, epoch(), RankBits::Of(r), ForHost(peers_, call(), word));
-    return kAbortedBit;
+    return true;
   }
 
   // Settles which ranks take part, if ranks may be left out. Only the leader waits for peers: first for their
-  // calls, then, in await_rest(ranks), for everything else that this rank expects. await_rest returns the
-  // ranks that this thread has missed. The leader then writes its verdict, which all blocks follow.
-  // Everything from the remaining ranks has arrived by then. Called by the whole block; synchronizes.
+  // calls, then, in await_rest(ranks), for everything else that this rank expects. The leader then writes its
+  // verdict, which all blocks follow. Everything from the remaining ranks has arrived by then. Called by the
+  // whole block; synchronizes.
   template <typename AwaitRest>
   __device__ void AgreeOnRanks(const WaitLog& log, AwaitRest&& await_rest) {
     State& state = state_of_block();
-    EpochWord* const verdict = &half().head(peers_.rank).verdict;
+    EpochWord* const verdict = ArenaOf(peers_, peers_.rank).verdicts[epoch() % 2];
     if (is_leader()) {
-      const uint32_t late = BlockOr(AwaitCall(threadIdx.x, log));
-      uint32_t missing = late & ~kAbortedBit;
-      bool fails = __syncthreads_or((late & kAbortedBit) != 0 || IsGivenUp(peers_));
-      if (!fails) missing |= BlockOr(await_rest(ranks() & ~missing));
-      fails |= __syncthreads_or(IsGivenUp(peers_)) != 0;
-      const bool misses_own = (missing >> peers_.rank & 1) != 0;  // without its own rows it cannot go on
+      (void)AwaitCalls<kCallsOfThread>(threadIdx.x, blockDim.x, log);
+      bool fails = HasAnyMissed(IsGivenUp(peers_));
+      if (!fails) {
+        (void)await_rest(ranks().Without(Missed()));
+        fails = HasAnyMissed(IsGivenUp(peers_));
+      }
+      const Ranks missed = Missed();
+      const bool misses_own = missed.Has(peers_.rank);  // without its own rows it cannot go on
       fails |= misses_own;
       if (threadIdx.x == 0) {
         if (misses_own) RecordFailure(peers_, op_, Phase::kWave, epoch(), RankBits::Of(peers_.rank));
-        state.ranks &= ~missing;
+        state.ranks = ranks().Without(missed);
+        state.missed = {};
         state.has_failed = fails;
-        if (missing != 0) peers_.report->left_out = 1;
-        StoreWordRelease(verdict, state.ranks, epoch());
+        if (!missed.IsEmpty()) peers_.report->left_out = 1;
+        for (int w = 0; w < kRankWords; ++w) StoreWordRelease(&verdict[w], state.ranks.words[w], epoch());
       }
       __syncthreads();
       ranks_ = state.ranks;
@@ -259,38 +300,44 @@ class ArenaSession {
     if (threadIdx.x == 0) {
       // This wait has no time-out. The leader's has one, and if the leader has not found the op open, the
       // gate is closed.
-      EpochWord seen;
+      Ranks seen{};
       const auto is_there = [&] {
-        const bool there = HasEpoch(seen = LoadAcquire(verdict), epoch());
+        bool there = true;
+        for (int w = 0; w < kRankWords; ++w) {
+          const EpochWord word = LoadAcquire(&verdict[w]);
+          there &= HasEpoch(word, epoch());
+          seen.words[w] = NumberOf(word);
+        }
         if (!there) __nanosleep(100);
         return there;
       };
       const bool came = PollUntil(is_there, [&] { return IsGivenUp(peers_); });
-      state.ranks = came ? NumberOf(seen) : 0;
+      state.ranks = came ? seen : Ranks{};
       state.has_failed = IsGivenUp(peers_);
     }
     __syncthreads();
     ranks_ = state.ranks;
   }
 
-  // Records that the block has missed ranks. The bits are the same in all threads. Returns whether there are
-  // any. Called by the whole block, which must synchronize before it reads has_failed.
-  __device__ bool RecordMissing(Phase phase, uint32_t missing) const {
-    if (missing == 0) return false;
+  // Returns whether any thread of the block has missed a rank or must not go on, and then records it. Called
+  // by the whole block; synchronizes, but the block must do so again before it reads has_failed.
+  __device__ bool RecordMissing(Phase phase, bool has_missed) const {
+    if (!HasAnyMissed(has_missed)) return false;
     if (threadIdx.x == 0) {
-      state_of_block().has_failed = true;
-      const uint32_t ranks = missing & ~kAbortedBit;
-      if (ranks != 0) RecordFailure(peers_, op_, phase, epoch(), RankBits{0, ranks});
+      State& state = state_of_block();
+      state.has_failed = true;
+      if (!state.missed.IsEmpty()) RecordFailure(peers_, op_, phase, epoch(), state.missed.FirstBits());
     }
     return true;
   }
 
-  // Writes which ranks took part, or, if this rank did not, what the program specified. Called with one
-  // thread for each rank.
+  // Writes which ranks took part, or, if this rank did not, what the program specified. Called by the leader.
   __device__ void WriteActive() const {
-    const int r = threadIdx.x;
-    if (r >= peers_.num_ranks || attendance_.active_after == nullptr) return;
-    attendance_.active_after[r] = ranks() == 0 ? attendance_.is_active(r) : ranks() >> r & 1;
+    if (attendance_.active_after == nullptr) return;
+#pragma unroll 1
+    for (int r = threadIdx.x; r < peers_.num_ranks; r += blockDim.x) {
+      attendance_.active_after[r] = ranks().IsEmpty() ? attendance_.is_active(r) : ranks().Has(r);
+    }
   }
 
   // Ends the block. The block of this rank that ends last frees the channel. If any block has failed, fill()
@@ -326,7 +373,8 @@ class ArenaSession {
   struct State {
     uint32_t epoch;
     Call call;
-    uint32_t ranks, writable;
+    Ranks ranks, writable;
+    Ranks missed;        // by threads of the block
     bool holds_channel;  // no other call site had claimed it
     bool is_open;        // the result of Open
     bool has_failed;
@@ -338,23 +386,45 @@ class ArenaSession {
 
   __device__ Call call() const { return state_of_block().call; }
 
+  // Returns whether the call that rank r has published is this one. Otherwise the op fails.
+  __device__ bool IsSameCall(int r, uint64_t word) const {
+    // If ranks may miss ops, each rank numbers its call sites independently.
+    const bool any_site = attendance_.active_ranks != nullptr;
+    if (any_site ? Call::Of(word).hash == call().hash : Call::Of(word) == call()) return true;
+    RecordFailure(peers_, op_, Phase::kCall, epoch(), RankBits::Of(r), ForHost(peers_, call(), word));
+    return false;
+  }
+
   // Returns the participating ranks that this rank may write to: those that it has heard from in the previous
   // op, and others once they have begun this one. Called by the warp that opens the op.
-  __device__ uint32_t FindWritable(uint32_t epoch, uint32_t ranks, uint32_t heard) const {
-    const int r = threadIdx.x % kWarp, R = peers_.num_ranks;
+  __device__ Ranks FindWritable(uint32_t epoch, const Ranks& ranks,
+                                const uint32_t (&heard)[kRankWords]) const {
+    const int lane = threadIdx.x % kWarp, R = peers_.num_ranks;
     // This comes before any wait for a peer to have begun, because the peer may wait for this rank.
-    if (is_leader() && (ranks >> r & 1) != 0) StoreRelaxed(&ArenaOf(peers_, r).begun[peers_.rank], epoch);
-    __syncwarp();
-    // A block that comes late may find that the leader has already heard from the peer in this op.
-    const bool was_heard = r < R && (heard == epoch - 1 || heard == epoch);
-    const uint32_t doubtful = ranks & ~__ballot_sync(kAllLanes, was_heard);
-    if (doubtful == 0) return ranks;
-    bool writable = (ranks >> r & 1) != 0;
-    if ((doubtful >> r & 1) != 0) {
-      writable = AwaitBegun(peers_, &ArenaOf(peers_, peers_.rank).begun[r], epoch, attendance_.masks);
+#pragma unroll
+    for (int w = 0; w < kRankWords && is_leader(); ++w) {
+      const int r = w * kRankBits + lane;
+      if ((ranks.words[w] >> lane & 1) != 0) StoreRelaxed(&ArenaOf(peers_, r).begun[peers_.rank], epoch);
     }
     __syncwarp();
-    return __ballot_sync(kAllLanes, writable);
+    Ranks doubtful;
+#pragma unroll
+    for (int w = 0; w < kRankWords; ++w) {
+      // A block that comes late may find that the leader has already heard from the peer in this op.
+      const bool was_heard = w * kRankBits + lane < R && (heard[w] == epoch - 1 || heard[w] == epoch);
+      doubtful.words[w] = ranks.words[w] & ~__ballot_sync(kAllLanes, was_heard);
+    }
+    if (doubtful.IsEmpty()) return ranks;
+    AwaitBegun(peers_, doubtful, epoch, attendance_.masks);
+    __syncwarp();
+    Ranks writable;
+#pragma unroll
+    for (int w = 0; w < kRankWords; ++w) {
+      bool may_write = (ranks.words[w] >> lane & 1) != 0;
+      if ((doubtful.words[w] >> lane & 1) != 0) may_write = HasBegun(peers_, w * kRankBits + lane, epoch);
+      writable.words[w] = __ballot_sync(kAllLanes, may_write);
+    }
+    return writable;
   }
 
   // Ends a block that has found the channel in use by another op. The group has then failed. Returns true if
@@ -376,7 +446,8 @@ class ArenaSession {
   const Attendance& attendance_;
   const Slots& slots_;
   // Of all threads, read from the state when the block synchronized.
-  uint32_t epoch_ = 0, ranks_ = 0, writable_ = 0;
+  uint32_t epoch_ = 0;
+  Ranks ranks_{}, writable_{};
 };
 
 }  // namespace jax_ep::cuda

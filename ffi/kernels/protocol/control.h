@@ -1,9 +1,9 @@
 // The control blocks, through which the ranks of a group communicate on the devices.
 //
-// Each device of a group has one in its own memory, allocated once. After it lie the arena (arena.h) and the
-// mailboxes, one for each channel and rank. A rank writes to its peers' blocks and reads its own. It also
-// writes those words of its own block that no peer writes. A rank reads its peers' blocks only when it gives
-// up.
+// Each device of a group has one in its own memory, allocated once. After it lie the mailboxes, one for each
+// channel and rank, and then the arena (arena.h). A rank writes to its peers' blocks and reads its own. It
+// also writes those words of its own block that no peer writes. A rank reads its peers' blocks only when it
+// gives up.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,6 @@ constexpr int kMaxBlocks = 256;
 constexpr int kChannels = 8;
 // The channel of ops for few tokens. They share the arena (arena.h), so only one is in flight at a time.
 constexpr int kArenaChannel = kChannels;
-constexpr int64_t kArenaSlotBytes = int64_t{32} << 20;
-constexpr int64_t kArenaLineBytes = int64_t{4} << 20;
-constexpr int64_t kArenaBytes = kArenaSlotBytes + kArenaLineBytes;
 
 // The identity of the op that a rank runs. Ranks whose calls differ must not exchange any data.
 struct Call {
@@ -128,11 +125,11 @@ struct Control {
   Channel channels[kChannels + 1];
   uint32_t recorded;  // 1 once a failure of this rank has been recorded
 };
-constexpr int64_t kMailboxesOffset = sizeof(Control) + kArenaBytes;
 
-// Returns the size of a rank's control block, its arena and its mailboxes.
-inline int64_t ControlBytes(int num_ranks) {
-  return kMailboxesOffset + int64_t{kChannels + 1} * num_ranks * static_cast<int64_t>(sizeof(Mailbox));
+// Returns the size of a rank's control block and its mailboxes.
+JAX_EP_HD inline int64_t ControlBytes(int num_ranks) {
+  return static_cast<int64_t>(sizeof(Control)) +
+         int64_t{kChannels} * num_ranks * static_cast<int64_t>(sizeof(Mailbox));
 }
 
 // The reasons for a failed op.
@@ -199,13 +196,13 @@ struct Peers {
   int32_t rank;
   int32_t num_ranks;       // 0: the op is local
   int32_t channel_number;  // index of `channel` in the control blocks
+  int64_t arena_offset;    // bytes from a rank's channel to its arena, for ops through the arena
 
   JAX_EP_HD Channel& own() const { return *channel[rank]; }
   JAX_EP_HD Control& control(int r) const { return *reinterpret_cast<Control*>(channel[r] - channel_number); }
-  // Returns the mailbox of this op at rank `at` that `source` writes.
+  // Returns the mailbox of this op at rank `at` that `source` writes. Not for ops through the arena.
   JAX_EP_HD Mailbox& mailbox(int at, int source) const {
-    auto* const first =
-        reinterpret_cast<Mailbox*>(reinterpret_cast<std::byte*>(&control(at)) + kMailboxesOffset);
+    auto* const first = reinterpret_cast<Mailbox*>(&control(at) + 1);
     return first[channel_number * num_ranks + source];
   }
 };

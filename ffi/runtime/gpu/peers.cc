@@ -69,22 +69,22 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
   // The mailboxes and lines of earlier ops are cleared, because epochs may begin again. No op is in progress,
   // so every rank may write to the arenas of the others.
   auto fresh_arena = std::make_unique<Arena>();
-  std::fill_n(fresh_arena->heard, kArenaRanks, epoch);
-  std::fill_n(fresh_arena->begun, kArenaRanks, epoch);
+  std::fill_n(fresh_arena->heard, kMaxRanks, epoch);
+  std::fill_n(fresh_arena->begun, kMaxRanks, epoch);
+  const int64_t arena = ArenaOffset(num_ranks_), slots = arena + SlotsOffset(num_ranks_);
+  const int64_t lines = arena + LinesOffset(num_ranks_), end = GroupBytes(num_ranks_);
   std::string text = on_all_devices("waiting for the group's ops",
                                     [](const RankMemory&) { return cudaDeviceSynchronize(); });
   if (text.empty()) {
     text = on_all_devices("clearing the control block", [&](const RankMemory& rank) {
-      const cudaError_t error = cudaMemcpy(reinterpret_cast<void*>(rank.control), fresh.get(),
-                                           sizeof(Control), cudaMemcpyHostToDevice);
-      if (error != cudaSuccess) return error;
-      const cudaError_t copied = cudaMemcpy(reinterpret_cast<void*>(rank.control + sizeof(Control)),
-                                            fresh_arena.get(), sizeof(Arena), cudaMemcpyHostToDevice);
-      if (copied != cudaSuccess) return copied;
-      const int64_t lines = sizeof(Control) + kLinesOffset;  // the mailboxes follow them
-      const cudaError_t cleared =
-          cudaMemset(reinterpret_cast<void*>(rank.control + lines), 0, ControlBytes(num_ranks_) - lines);
-      return cleared == cudaSuccess ? cudaDeviceSynchronize() : cleared;
+      const auto at = [&](int64_t offset) { return reinterpret_cast<void*>(rank.control + offset); };
+      for (const cudaError_t error :
+           {cudaMemset(at(0), 0, slots), cudaMemset(at(lines), 0, end - lines),
+            cudaMemcpy(at(0), fresh.get(), sizeof(Control), cudaMemcpyHostToDevice),
+            cudaMemcpy(at(arena), fresh_arena.get(), sizeof(Arena), cudaMemcpyHostToDevice)}) {
+        if (error != cudaSuccess) return error;
+      }
+      return cudaDeviceSynchronize();
     });
   }
   if (!text.empty()) return text;
@@ -139,6 +139,7 @@ Peers DevicePeers::MakePeers(const Group::Position& position, const Call& call, 
   peers.stress_ns = static_cast<uint32_t>(StressNanoseconds());
   peers.rank = position.rank;
   peers.num_ranks = num_ranks_;
+  peers.arena_offset = ArenaOffsetFromChannel(num_ranks_);
   return peers;
 }
 

@@ -23,30 +23,30 @@ struct ArenaWork {
   int32_t tokens, top_k, row_bytes;
   bool has_attendance;  // it is given active ranks
   bool masks;
-  bool in_lines;    // rows travel as lines; not with masks
-  uint32_t active;  // bit r: rank r takes part
+  bool in_lines;  // rows travel as lines; not with masks, and in sessions of one word only
+  RankSet active;
 
   Shape shape(int num_ranks) const {
     return {pushes ? Order::kExpert : Order::kRank, num_ranks, tokens, top_k, 2 * num_ranks, 0, 1};
   }
   uint32_t Hash(uint32_t a, uint32_t b) const {
-    uint32_t hash = number * 0x9e3779b1u ^ a << 20 ^ b * 0x85ebca77u;
+    uint32_t hash = number * 0x9e3779b1u ^ a * 0x27d4eb2fu ^ b * 0x85ebca77u;
     hash = (hash ^ hash >> 15) * 0xc2b2ae3du;
     return (hash ^ hash >> 13) & 0x7fffffffu;
   }
   // Returns word `word` of the row that rank `from` sends to rank `to` in slot `token`.
   uint32_t Value(int from, int to, int token, int word) const {
-    return Hash(static_cast<uint32_t>(from << 4 | to), static_cast<uint32_t>(token << 8 | word));
+    return Hash(static_cast<uint32_t>(from << 8 | to), static_cast<uint32_t>(token << 8 | word));
   }
   // Returns the expert of a choice of rank `from` in a push, -1 if it is unused.
   int Expert(int from, int token, int k, int num_ranks) const {
-    const uint32_t hash = Hash(static_cast<uint32_t>(256 + from), static_cast<uint32_t>(token << 8 | k));
+    const uint32_t hash = Hash(static_cast<uint32_t>(1 << 16 | from), static_cast<uint32_t>(token << 8 | k));
     return static_cast<int>(hash % static_cast<uint32_t>(2 * num_ranks + 1)) - 1;
   }
   // Returns whether rank `from` sends a row to rank `to` in slot `token`.
   bool Sends(int from, int to, int token, int num_ranks) const {
     if (!pushes)
-      return Hash(static_cast<uint32_t>(512 + from), static_cast<uint32_t>(token << 8 | to)) % 4 != 0;
+      return Hash(static_cast<uint32_t>(1 << 17 | from), static_cast<uint32_t>(token << 8 | to)) % 4 != 0;
     for (int k = 0; k < top_k; ++k) {
       const int expert = Expert(from, token, k, num_ranks);
       if (expert >= 0 && expert / 2 == to) return true;
@@ -62,7 +62,8 @@ struct ArenaRun {
   struct View {
     bool is_set = false;
     bool is_open = false, has_failed = false;
-    uint32_t epoch = 0, ranks = 0, writable = 0;
+    uint32_t epoch = 0;
+    RankSet ranks{}, writable{};
   };
   enum Place { kAfterOpening, kAfterAgreement, kAtEnd, kNumPlaces };
 
@@ -70,6 +71,7 @@ struct ArenaRun {
   PushArgs args;  // also used for a pull
   MeshPosition position_operand;
   int summing_warps = 1;
+  int rank_words = 1;  // of its session
   std::vector<int32_t> topk_idx, active_ranks, active_after;
   std::vector<float> wait_us;
   std::vector<std::vector<int16_t>> choices;  // by block: all ranks' choices, as read there
@@ -81,8 +83,18 @@ struct ArenaRun {
   int num_ranks() const { return args.peers.num_ranks; }
   int At(int rank, int token, int word) const { return (rank * work.tokens + token) * kWords + word; }
   View& ViewOf(unsigned block, Place place) { return views[block * kNumPlaces + place]; }
-  ArenaSession session(Op op) const { return {args.peers, op, args.attendance, args.few_tokens.slots}; }
+  template <int kRankWords>
+  ArenaSession<kRankWords> session(Op op) const {
+    return {args.peers, op, args.attendance, args.few_tokens.slots};
+  }
 };
+
+template <int kRankWords>
+RankSet SetOf(const RankWords<kRankWords>& ranks) {
+  RankSet set{};
+  for (int w = 0; w < kRankWords; ++w) set.words[w] = ranks.words[w];
+  return set;
+}
 
 // Called when threads of a block of a rank disagree.
 inline std::function<void(int rank, const char* what)> on_disagreement;
@@ -90,19 +102,25 @@ inline std::function<void(int rank, const char* what)> on_disagreement;
 // Checks that all threads of a block have the same view of the session. A thread may be late right after
 // Open. By then thread 0 may have updated the ranks (AgreeOnRanks) or the epoch (SettleWithoutClaim), which
 // no thread reads before the block synchronizes again.
-inline void CheckAgreement(ArenaRun& run, ArenaRun::Place place, const ArenaSession& session, bool is_open) {
+template <int kRankWords>
+void CheckAgreement(ArenaRun& run, ArenaRun::Place place, const ArenaSession<kRankWords>& session,
+                    bool is_open) {
   emulation::Quiet quiet;
   ArenaRun::View& first = run.ViewOf(blockIdx.x, place);
-  const ArenaRun::View view{
-      true, is_open, session.has_failed(), session.epoch(), session.ranks(), session.writable()};
+  const ArenaRun::View view{true,
+                            is_open,
+                            session.has_failed(),
+                            session.epoch(),
+                            SetOf(session.ranks()),
+                            SetOf(session.writable())};
   if (!first.is_set) first = view;
   const int rank = run.args.peers.rank;
   const bool is_early = place == ArenaRun::kAfterOpening;
   if (view.is_open != first.is_open) on_disagreement(rank, "open");
-  if (view.writable != first.writable) on_disagreement(rank, "writable");
+  if (!(view.writable == first.writable)) on_disagreement(rank, "writable");
   if ((is_open || !is_early) && view.epoch != first.epoch) on_disagreement(rank, "epoch");
   if (is_early && run.work.masks) return;
-  if (view.ranks != first.ranks) on_disagreement(rank, "ranks");
+  if (!(view.ranks == first.ranks)) on_disagreement(rank, "ranks");
   if (view.has_failed != first.has_failed) on_disagreement(rank, "has_failed");
 }
 
@@ -110,22 +128,31 @@ inline uint32_t* WordsOf(std::byte* slot, const ArenaWork& work, int word) {
   return reinterpret_cast<uint32_t*>(slot + kSlotHeadBytes + word * work.row_bytes / kWords);
 }
 
-// Stores one word of a row in its slot, which must lie in this rank's region of the present half.
-inline void StoreRowWord(const ArenaRun& run, const ArenaSession& session, int to, int token, int word) {
+// Stops if a place at rank `to` is not in this rank's region of the present half.
+template <int kRankWords>
+void CheckRegion(const ArenaRun& run, const ArenaSession<kRankWords>& session, int to, const void* there,
+                 const char* what) {
   const Peers& peers = run.args.peers;
-  const int me = peers.rank;
-  uint32_t* const there = WordsOf(session.half().slot(to, me, token), run.work, word);
-  const int64_t offset =
-      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&ArenaOf(peers, to) + 1);
-  const int64_t region = kSlotsOfHalf / run.num_ranks() / 128 * 128;
-  if (offset / kSlotsOfHalf != session.epoch() % 2 || offset % kSlotsOfHalf / region != me) {
-    Die("rank %d writes outside of its slots at rank %d", me, to);
+  const Slots& slots = run.args.few_tokens.slots;
+  const int64_t offset = static_cast<const std::byte*>(there) -
+                         reinterpret_cast<const std::byte*>(&ArenaOf(peers, to)) - slots.first;
+  if (offset / slots.half != session.epoch() % 2 || offset % slots.half / slots.region != peers.rank) {
+    Die("rank %d writes outside of its %s at rank %d", peers.rank, what, to);
   }
+}
+
+// Stores one word of a row in its slot.
+template <int kRankWords>
+void StoreRowWord(const ArenaRun& run, const ArenaSession<kRankWords>& session, int to, int token, int word) {
+  const int me = run.args.peers.rank;
+  uint32_t* const there = WordsOf(session.half().slot(to, me, token), run.work, word);
+  CheckRegion(run, session, to, there, "slots");
   emulation::Machine::Get().Access(true);
   *there = run.work.Value(me, to, token, word);
 }
 
-inline void LoadRowWord(ArenaRun& run, const ArenaSession& session, int from, int token, int word) {
+template <int kRankWords>
+void LoadRowWord(ArenaRun& run, const ArenaSession<kRankWords>& session, int from, int token, int word) {
   emulation::Machine::Get().Access(false);
   run.rows[run.At(from, token, word)] =
       *WordsOf(session.half().slot(run.args.peers.rank, from, token), run.work, word);
@@ -140,21 +167,17 @@ inline ChunkPart PartTo(const ArenaRun& run, int to, int token, int chunk, int l
   return {{{value, 0, 0, value}, {}}, value};
 }
 
-inline void SendChunk(const ArenaRun& run, const ArenaSession& session, int to, int token, int chunk) {
-  const Peers& peers = run.args.peers;
-  const int me = peers.rank, lane = threadIdx.x % kWarp;
+template <int kRankWords>
+void SendChunk(const ArenaRun& run, const ArenaSession<kRankWords>& session, int to, int token, int chunk) {
+  const int me = run.args.peers.rank, lane = threadIdx.x % kWarp;
   uint4* const there = session.half().chunk(to, me, token, chunk);
-  const int64_t offset =
-      reinterpret_cast<std::byte*>(there) - reinterpret_cast<std::byte*>(&ArenaOf(peers, to)) - kLinesOffset;
-  const int64_t region = kLinesOfHalf / run.num_ranks() / 128 * 128;
-  if (offset / kLinesOfHalf != session.epoch() % 2 || offset % kLinesOfHalf / region != me) {
-    Die("rank %d writes outside of its lines at rank %d", me, to);
-  }
+  CheckRegion(run, session, to, there, "lines");
   StoreChunk(there, PartTo(run, to, token, chunk, lane), session.epoch());
 }
 
 // Waits for a chunk as the ops do, and returns false if it is missed.
-inline bool ReceiveChunk(ArenaRun& run, const ArenaSession& session, int from, int token, int chunk) {
+template <int kRankWords>
+bool ReceiveChunk(ArenaRun& run, const ArenaSession<kRankWords>& session, int from, int token, int chunk) {
   const uint4* const here = session.half().chunk(run.args.peers.rank, from, token, chunk);
   ChunkLines lines = ChunkLines::Load(here);
   if (!AwaitChunk(session, here, lines)) return false;
@@ -177,7 +200,8 @@ inline void FillRun(ArenaRun& run) {
 // Stores rows in the first warp and flags them in the last one, as SendTokens and SendArrivalFlags do.
 constexpr int kStored = 1, kFlagged = 3;
 
-inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
+template <int kRankWords>
+void SendRows(const ArenaRun& run, const ArenaSession<kRankWords>& session) {
   emulation::Machine& machine = emulation::Machine::Get();
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), senders = run.args.few_tokens.num_senders;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += senders, ++turn) {
@@ -192,7 +216,8 @@ inline void SendRows(const ArenaRun& run, const ArenaSession& session) {
 }
 
 // Sends chunks, each by one warp, as SendChunks of a dispatch does.
-inline void SendRowsAsLines(const ArenaRun& run, const ArenaSession& session) {
+template <int kRankWords>
+void SendRowsAsLines(const ArenaRun& run, const ArenaSession<kRankWords>& session) {
   const FewTokensPartition& partition = run.args.few_tokens;
   const int R = run.num_ranks(), me = run.args.peers.rank;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, senders = partition.num_senders;
@@ -205,14 +230,16 @@ inline void SendRowsAsLines(const ArenaRun& run, const ArenaSession& session) {
   }
 }
 
-inline void FlagRows(const ArenaRun& run, const ArenaSession& session) {
+template <int kRankWords>
+void FlagRows(const ArenaRun& run, const ArenaSession<kRankWords>& session) {
   emulation::Machine& machine = emulation::Machine::Get();
   const PushArgs& args = run.args;
   const int lane = threadIdx.x % kWarp, R = run.num_ranks(), me = args.peers.rank;
   for (int t = blockIdx.x, turn = 0; t < run.work.tokens; t += args.few_tokens.num_senders, ++turn) {
     machine.Meet(kStored + turn % 2, kArenaThreads, turn);
-    if (lane < R && session.may_write(lane) && run.work.Sends(me, lane, t, R)) {
-      StoreWordRelease(&session.half().mailbox(lane, me).arrived[t], 1, session.epoch());
+    for (int to = lane; to < R; to += kWarp) {
+      if (!session.may_write(to) || !run.work.Sends(me, to, t, R)) continue;
+      StoreWordRelease(&session.half().mailbox(to, me).arrived[t], 1, session.epoch());
     }
     __syncwarp();
     if (t + 2 * args.few_tokens.num_senders < run.work.tokens) {
@@ -222,7 +249,8 @@ inline void FlagRows(const ArenaRun& run, const ArenaSession& session) {
 }
 
 // Publishes this rank's choices. Its few threads stand for all threads of a real block.
-inline void ShowChoices(const ArenaRun& run, const ArenaSession& session) {
+template <int kRankWords>
+void ShowChoices(const ArenaRun& run, const ArenaSession<kRankWords>& session) {
   const PushArgs& args = run.args;
   const TopkIds ids{run.topk_idx.data(), false};
   const int words = ChoiceWords(args.shape);
@@ -235,21 +263,22 @@ inline void ShowChoices(const ArenaRun& run, const ArenaSession& session) {
   emulation::Machine::Get().ActAs(0);
 }
 
-// Waits for the choices of `ranks` and stores them for this block, as ShowChoices publishes them. Returns the
-// ranks that this thread has missed.
-inline uint32_t TakeChoices(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
+// Waits for the choices of `ranks` and stores them for this block, as ShowChoices publishes them. Returns
+// true if this thread has missed a rank.
+template <int kRankWords>
+bool TakeChoices(ArenaRun& run, const ArenaSession<kRankWords>& session, const RankWords<kRankWords>& ranks) {
   const int choices = run.work.tokens * run.work.top_k;
   std::vector<int16_t>& found = run.choices[blockIdx.x];
-  uint32_t missing = 0;
+  bool has_missed = false;
   for (int first = 0; first < kFewTokensThreads; first += kArenaThreads) {
     emulation::Machine::Get().ActAs(first);
-    missing |= AwaitChoices(run.args, session, ranks, [&](int rank, int word, uint32_t two) {
+    has_missed |= AwaitChoices(run.args, session, ranks, [&](int rank, int word, uint32_t two) {
       for (int i = 2 * word; i < std::min(2 * word + 2, choices); ++i, two >>= 16)
         found[rank * choices + i] = static_cast<int16_t>(two & 0xffff);
     });
   }
   emulation::Machine::Get().ActAs(0);
-  return missing;
+  return has_missed;
 }
 
 // Returns whether a token of rank `source` comes here, according to the choices that this block has read.
@@ -263,23 +292,27 @@ inline bool Comes(const ArenaRun& run, int source, int token) {
   return false;
 }
 
-inline bool AwaitRow(const ArenaRun& run, const ArenaSession& session, int source, int token) {
+template <int kRankWords>
+bool AwaitRow(const ArenaRun& run, const ArenaSession<kRankWords>& session, int source, int token) {
   return session.AwaitWord(&session.half().mailbox(run.args.peers.rank, source).arrived[token]);
 }
 
 // Waits for all rows that `ranks` send here, as AwaitAllRows of a dispatch does.
-inline uint32_t AwaitRows(ArenaRun& run, const ArenaSession& session, uint32_t ranks) {
-  uint32_t missing = BlockOr(TakeChoices(run, session, ranks));
+template <int kRankWords>
+bool AwaitRows(ArenaRun& run, const ArenaSession<kRankWords>& session, RankWords<kRankWords> ranks) {
+  bool has_missed = TakeChoices(run, session, ranks);
+  if (session.HasAnyMissed(has_missed)) ranks = ranks.Without(session.Missed());
   for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kArenaThreads) {
     const int source = t / run.work.tokens, token = t % run.work.tokens;
-    if (((ranks & ~missing) >> source & 1) == 0 || !Comes(run, source, token)) continue;
-    if (!AwaitRow(run, session, source, token)) missing |= 1u << source;
+    if (!ranks.Has(source) || !Comes(run, source, token)) continue;
+    if (!AwaitRow(run, session, source, token)) has_missed = session.Miss(source);
   }
-  return missing;
+  return has_missed;
 }
 
-// Receives rows, one warp each, as ReceiveToken does. Returns the ranks that were missed.
-inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
+// Receives rows, one warp each, as ReceiveToken does. Returns true if a rank was missed.
+template <int kRankWords>
+bool ReceiveRows(ArenaRun& run, const ArenaSession<kRankWords>& session) {
   const PushArgs& args = run.args;
   const int R = run.num_ranks();
   const RowWarps row_warps =
@@ -289,34 +322,37 @@ inline uint32_t ReceiveRows(ArenaRun& run, const ArenaSession& session) {
   for (int i = row_warps.index; i < shares.num_shares; i += row_warps.count) {
     const Chunks chunks = shares.At(i);
     const int source = chunks.row % R, token = chunks.row / R;
-    if ((session.ranks() >> source & 1) == 0 || !Comes(run, source, token)) continue;
+    if (!session.ranks().Has(source) || !Comes(run, source, token)) continue;
     if (run.work.in_lines) {
       for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
-        if (!ReceiveChunk(run, session, source, token, chunk)) return 1u << source;
+        if (!ReceiveChunk(run, session, source, token, chunk)) return session.Miss(source);
       }
       continue;
     }
     const bool late = row_warps.lane == 0 && !AwaitRow(run, session, source, token);
-    if (__shfl_sync(kAllLanes, late, 0)) return 1u << source;
+    if (__shfl_sync(kAllLanes, late, 0)) return session.Miss(source);
     __syncwarp();
     if (row_warps.lane < kWords) LoadRowWord(run, session, source, token, row_warps.lane);
   }
-  return 0;
+  return false;
 }
 
-// Reads choices and receives rows, as Receive of a dispatch does. Returns the ranks whose rows were missed.
-inline uint32_t Receive(ArenaRun& run, const ArenaSession& session, uint32_t late) {
-  late |= BlockOr(TakeChoices(run, session, session.ranks()));
-  if (session.RecordMissing(Phase::kEnter, BlockOr(late))) return 0;
+// Reads choices and receives rows, as Receive of a dispatch does. `has_missed`: this thread has missed a
+// call. Returns true if it has missed rows.
+template <int kRankWords>
+bool Receive(ArenaRun& run, const ArenaSession<kRankWords>& session, bool has_missed) {
+  has_missed |= session.HasAnyMissed(TakeChoices(run, session, session.ranks()));
+  if (session.RecordMissing(Phase::kEnter, has_missed)) return false;
   if (!run.args.few_tokens.writes_metadata()) return ReceiveRows(run, session);
   if (session.is_leader()) session.WriteActive();
-  return 0;
+  return false;
 }
 
-inline void ArenaPushKernel(ArenaRun& run) {
+template <int kRankWords>
+void ArenaPushKernel(ArenaRun& run) {
   const PushArgs& args = run.args;
-  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session = run.session(Op::kDispatch);
+  const ArenaOpening<kRankWords> opening(args.peers, args.position_operand, args.attendance);
+  auto session = run.session<kRankWords>(Op::kDispatch);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillRun(run);
@@ -332,16 +368,16 @@ inline void ArenaPushKernel(ArenaRun& run) {
     } else if (args.few_tokens.sends()) {
       threadIdx.x < kWarp ? SendRows(run, session) : FlagRows(run, session);
     }
-    uint32_t missing = 0;
+    bool has_missed = false;
     if (args.attendance.masks) {
-      session.AgreeOnRanks(log, [&](uint32_t ranks) { return AwaitRows(run, session, ranks); });
+      session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitRows(run, session, ranks); });
     } else if (session.is_leader()) {
-      missing = session.AwaitCall(threadIdx.x, log);
+      has_missed = session.template AwaitCalls<session.kCallsOfThread>(threadIdx.x, kArenaThreads, log);
     }
     CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
     if (!args.few_tokens.sends() && !session.has_failed()) {
-      missing = Receive(run, session, missing);
-      (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+      has_missed = Receive(run, session, has_missed);
+      (void)session.RecordMissing(Phase::kWave, has_missed);
     }
   }
   session.Close(fill);
@@ -349,7 +385,8 @@ inline void ArenaPushKernel(ArenaRun& run) {
 }
 
 // Stores rows and flags them by a few warps for each row, as SendSums does.
-inline void SendSums(const ArenaRun& run, const ArenaSession& session, const RowWarps& row_warps) {
+template <int kRankWords>
+void SendSums(const ArenaRun& run, const ArenaSession<kRankWords>& session, const RowWarps& row_warps) {
   const PushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank;
   for (int i = row_warps.index; i < R * run.work.tokens; i += row_warps.count) {
@@ -365,7 +402,8 @@ inline void SendSums(const ArenaRun& run, const ArenaSession& session, const Row
 }
 
 // Sends chunks, each by one warp, as SendChunks of a combine does.
-inline void SendSumsAsLines(const ArenaRun& run, const ArenaSession& session) {
+template <int kRankWords>
+void SendSumsAsLines(const ArenaRun& run, const ArenaSession<kRankWords>& session) {
   const PushArgs& args = run.args;
   const int R = run.num_ranks(), me = args.peers.rank, warp = static_cast<int>(threadIdx.x) / kWarp;
   const int blocks = args.few_tokens.num_senders;
@@ -379,45 +417,52 @@ inline void SendSumsAsLines(const ArenaRun& run, const ArenaSession& session) {
   }
 }
 
-// Waits for the rows of token t that `ranks` send here. One warp. Returns bit r if this lane has missed rank
-// r.
-inline uint32_t AwaitSums(const ArenaRun& run, const ArenaSession& session, uint32_t ranks, int t, int lane) {
+// Waits for the rows of token t that `ranks` send here. One warp. Returns true if this lane has missed a
+// rank.
+template <int kRankWords>
+bool AwaitSums(const ArenaRun& run, const ArenaSession<kRankWords>& session,
+               const RankWords<kRankWords>& ranks, int t, int lane) {
   const int me = run.args.peers.rank, R = run.num_ranks();
-  if (lane >= R || (ranks >> lane & 1) == 0 || !run.work.Sends(lane, me, t, R)) return 0;
-  return AwaitRow(run, session, lane, t) ? 0 : 1u << lane;
+  bool has_missed = false;
+  for (int from = lane; from < R; from += kWarp) {
+    if (!ranks.Has(from) || !run.work.Sends(from, me, t, R)) continue;
+    if (!AwaitRow(run, session, from, t)) has_missed = session.Miss(from);
+  }
+  return has_missed;
 }
 
-inline uint32_t AddUp(ArenaRun& run, const ArenaSession& session, const TicketCounter& tickets, int i) {
+template <int kRankWords>
+bool AddUp(ArenaRun& run, const ArenaSession<kRankWords>& session, const TicketCounter& tickets, int i) {
   const int lane = threadIdx.x % kWarp, me = run.args.peers.rank, R = run.num_ranks();
   while (true) {
     const int t = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x);
-    if (t >= run.work.tokens) return 0;
+    if (t >= run.work.tokens) return false;
     if (run.work.in_lines) {
       const int chunks = run.args.few_tokens.chunks;
       for (int j = 0; j < R * chunks; ++j) {
         const int from = j / chunks, chunk = j % chunks;
-        if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
-        if (!ReceiveChunk(run, session, from, t, chunk)) return 1u << from;
+        if (!session.ranks().Has(from) || !run.work.Sends(from, me, t, R)) continue;
+        if (!ReceiveChunk(run, session, from, t, chunk)) return session.Miss(from);
       }
       i = TicketCounter::Broadcast(tickets.Request(lane));
       continue;
     }
-    const uint32_t missing = AwaitSums(run, session, session.ranks(), t, lane);
-    if (__any_sync(kAllLanes, missing != 0)) return missing;
+    if (__any_sync(kAllLanes, AwaitSums(run, session, session.ranks(), t, lane))) return true;
     for (int j = lane; j < R * kWords; j += kWarp) {
       const int from = j / kWords;
-      if ((session.ranks() >> from & 1) == 0 || !run.work.Sends(from, me, t, R)) continue;
+      if (!session.ranks().Has(from) || !run.work.Sends(from, me, t, R)) continue;
       LoadRowWord(run, session, from, t, j % kWords);
     }
     i = TicketCounter::Broadcast(tickets.Request(lane));
   }
 }
 
-inline void ArenaPullKernel(ArenaRun& run) {
+template <int kRankWords>
+void ArenaPullKernel(ArenaRun& run) {
   __shared__ unsigned next;
   const PushArgs& args = run.args;
-  const ArenaOpening opening(args.peers, args.position_operand, args.attendance);
-  ArenaSession session = run.session(Op::kCombine);
+  const ArenaOpening<kRankWords> opening(args.peers, args.position_operand, args.attendance);
+  auto session = run.session<kRankWords>(Op::kCombine);
   const WaitLog log = WaitLog::From(args.attendance.wait_us);
   const auto fill = [&] {
     FillRun(run);
@@ -437,23 +482,23 @@ inline void ArenaPullKernel(ArenaRun& run) {
       run.work.in_lines ? SendSumsAsLines(run, session) : SendSums(run, session, row_warps);
       first = TicketCounter::Broadcast(tickets.Request(lane));
     }
-    uint32_t missing = 0;
+    bool has_missed = false;
     if (args.attendance.masks) {
-      session.AgreeOnRanks(log, [&](uint32_t ranks) {
-        uint32_t missed = 0;
+      session.AgreeOnRanks(log, [&](const auto& ranks) {
+        bool has_missed_sums = false;
         for (int t = warp; t < run.work.tokens; t += kArenaWarps) {
-          missed |= AwaitSums(run, session, ranks, t, lane);
+          has_missed_sums |= AwaitSums(run, session, ranks, t, lane);
           __syncwarp();
         }
-        return missed;
+        return has_missed_sums;
       });
     } else if (session.is_leader() && warp == kArenaWarps - 1) {
-      missing = session.AwaitCall(lane, log);
+      has_missed = session.template AwaitCalls<kRankWords>(lane, kWarp, log);
       __syncwarp();
     }
     CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
-    if (!session.has_failed()) missing |= AddUp(run, session, tickets, first);
-    (void)session.RecordMissing(Phase::kWave, BlockOr(missing));
+    if (!session.has_failed()) has_missed |= AddUp(run, session, tickets, first);
+    (void)session.RecordMissing(Phase::kWave, has_missed);
     if (session.is_leader()) session.WriteActive();
   }
   session.Close(fill);

@@ -28,7 +28,7 @@ struct ArenaScript {
 // How an op of a rank ended.
 struct ArenaEnd {
   bool is_known = false, has_failed = false;
-  uint32_t ranks = 0;  // that took part, according to this rank
+  RankSet ranks{};  // that took part, according to this rank
   uint64_t at = 0, held_until = 0;
 };
 
@@ -55,7 +55,8 @@ class ArenaWorld {
       has_disagreed = true;
     };
     for (int r = 0; r < num_ranks; ++r) {
-      ranks_[r].memory = Memory(r);
+      ranks_[r].num_ranks = num_ranks;
+      ranks_[r].memory = Memory(r, num_ranks);
       ranks_[r].report.timeout_ns = timeout_ns;
     }
     Reset(epoch);
@@ -99,10 +100,9 @@ class ArenaWorld {
         channel.epoch = epoch;
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
       }
-      std::memset(static_cast<void*>(&rank.arena()), 0, sizeof(Arena));
-      ClearLines(rank.memory);
-      std::fill_n(rank.arena().heard, kArenaRanks, epoch);
-      std::fill_n(rank.arena().begun, kArenaRanks, epoch);
+      ClearWords(rank.memory, num_ranks());
+      std::fill_n(rank.arena().heard, kMaxRanks, epoch);
+      std::fill_n(rank.arena().begun, kMaxRanks, epoch);
       rank.report.phase = 0;
       rank.report.left_out = 0;
     }
@@ -111,7 +111,7 @@ class ArenaWorld {
   void Replace(uint32_t epoch) {
     Machine::Get().Abandon();
     for (int r = 0; r < num_ranks(); ++r) {
-      (void)Memory(r);
+      (void)Memory(r, num_ranks());
       ranks_[r].has_died = false;
     }
     Reset(epoch);
@@ -179,6 +179,7 @@ class ArenaWorld {
 
  private:
   struct Rank {
+    int num_ranks = 0;
     std::byte* memory = nullptr;
     Report report{};
     std::vector<ArenaScript> scripts;
@@ -191,28 +192,29 @@ class ArenaWorld {
 
     Control& control() const { return *reinterpret_cast<Control*>(memory); }
     Channel& channel() const { return control().channels[kArenaChannel]; }
-    Arena& arena() const { return *reinterpret_cast<Arena*>(memory + sizeof(Control)); }
+    Arena& arena() const { return *reinterpret_cast<Arena*>(memory + ArenaOffset(num_ranks)); }
   };
 
   // Returns zeroed memory for a rank. Worlds reuse it one after the other.
-  static std::byte* Memory(int r) {
-    constexpr size_t kBytes = sizeof(Control) + kArenaBytes;
-    static std::byte* memory[kArenaRanks];
+  static std::byte* Memory(int r, int num_ranks) {
+    static const size_t kBytes = GroupBytes(kMaxRanks);
+    static std::byte* memory[kMaxRanks];
     if (memory[r] == nullptr) {
       memory[r] = static_cast<std::byte*>(
           mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     } else {
-      madvise(memory[r], kBytes, MADV_DONTNEED);
+      madvise(memory[r], GroupBytes(num_ranks), MADV_DONTNEED);
     }
     return memory[r];
   }
 
-  // Zeroes a rank's lines. They end where its memory does, at the end of a page.
-  static void ClearLines(std::byte* memory) {
-    constexpr size_t kPage = 4096, kBegin = sizeof(Control) + kLinesOffset,
-                     kPages = (kBegin + kPage - 1) / kPage * kPage;
-    std::memset(memory + kBegin, 0, kPages - kBegin);
-    madvise(memory + kPages, sizeof(Control) + kArenaBytes - kPages, MADV_DONTNEED);
+  // Zeroes the arena's words and a rank's lines, which end where its memory does. Lines are cleared by whole
+  // pages, and no scenario uses the last slots, which may be on the first one.
+  static void ClearWords(std::byte* memory, int num_ranks) {
+    constexpr size_t kPage = 4096;
+    const size_t arena = ArenaOffset(num_ranks), lines = (arena + LinesOffset(num_ranks)) / kPage * kPage;
+    std::memset(memory + arena, 0, SlotsOffset(num_ranks));
+    madvise(memory + lines, GroupBytes(num_ranks) - lines, MADV_DONTNEED);
   }
 
   void Disagree(int rank, const char* fault) {
@@ -300,10 +302,11 @@ class ArenaWorld {
     peers.report = &ranks_[r].report;
     peers.stress_ns = stress_ns;
     peers.channel_number = kArenaChannel;
+    peers.arena_offset = ArenaOffsetFromChannel(R);
     for (int p = 0; p < R; ++p) peers.channel[p] = &ranks_[p].channel();
     run->active_after.assign(R, kUntouched);
     run->wait_us.assign(R, 0);
-    for (int p = 0; p < R; ++p) run->active_ranks.push_back(work.active >> p & 1);
+    for (int p = 0; p < R; ++p) run->active_ranks.push_back(work.active.Has(p));
     if (work.has_attendance) {
       args.attendance = {run->active_ranks.data(), run->active_after.data(), work.masks, nullptr};
     }
@@ -313,6 +316,9 @@ class ArenaWorld {
     args.few_tokens.num_receivers = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     const int metadata_blocks = work.pushes ? 1 + static_cast<int>(random_() % 2) : 0;
     run->summing_warps = 1 + static_cast<int>(random_() % 2);
+    // Sessions of several words work for few ranks, too.
+    const bool has_several = R > kRankBits || (!work.in_lines && random_() % 2 == 0);
+    run->rank_words = has_several ? kMaxRanks / kRankBits : 1;
     args.few_tokens.warps_per_row = 1 + static_cast<int>(random_() % run->summing_warps);
     const int blocks = args.few_tokens.num_senders + args.few_tokens.num_receivers + metadata_blocks;
     for (int i = 0; i < work.tokens * work.top_k; ++i) {
@@ -325,7 +331,13 @@ class ArenaWorld {
     launch.rank = r;
     launch.grid = {static_cast<unsigned>(blocks)};
     launch.block = {kArenaThreads};
-    launch.body = [run = run.get()] { run->work.pushes ? ArenaPushKernel(*run) : ArenaPullKernel(*run); };
+    launch.body = [run = run.get()] {
+      (void)WithRankWords(run->rank_words * kRankBits, [&](auto words) {
+        constexpr int kRankWords = decltype(words)::value;
+        run->work.pushes ? ArenaPushKernel<kRankWords>(*run) : ArenaPullKernel<kRankWords>(*run);
+        return kRankWords;
+      });
+    };
     launch.freezes_at = script.freezes_at;
     launch.freezes_at_look = script.freezes_at_look;
     launch.freezes_for = script.freezes_for;
@@ -343,7 +355,7 @@ class ArenaWorld {
     std::printf("%10.3f ms: rank %d %s op %u: %s%s%s%s, active %x, %u blocks, epoch %x, gate %llx\n",
                 Machine::Get().now / 1e6, run.args.peers.rank, what, run.work.number,
                 run.work.pushes ? "push" : "pull", run.work.masks ? ", masks" : "",
-                run.is_stray ? ", stray" : "", run.launch.frozen ? held : "", run.work.active,
+                run.is_stray ? ", stray" : "", run.launch.frozen ? held : "", run.work.active.words[0],
                 run.launch.grid.x, run.args.peers.own().epoch,
                 static_cast<unsigned long long>(run.args.peers.own().gate));
   }
@@ -362,7 +374,7 @@ class ArenaWorld {
   void End(ArenaRun& run) {
     const int me = run.args.peers.rank;
     Rank& rank = ranks_[me];
-    ArenaEnd end{true, run.was_filled, 0, Machine::Get().now, run.launch.frozen_until};
+    ArenaEnd end{true, run.was_filled, {}, Machine::Get().now, run.launch.frozen_until};
     Trace(run, run.was_filled ? "fails" : "ends");
     if (!run.is_stray) rank.since = Machine::Get().now;
     if (!run.launch.frozen && Machine::Get().rank_frozen_until[me] == 0) {
@@ -392,29 +404,30 @@ class ArenaWorld {
   }
 
   // Checks the results of an op that succeeded and returns the ranks that took part.
-  uint32_t CheckWhole(ArenaRun& run) {
+  RankSet CheckWhole(ArenaRun& run) {
     const ArenaWork& work = run.work;
     const int me = run.args.peers.rank, R = num_ranks();
-    const uint32_t active = work.active >> me & 1 ? work.active : 0;
-    uint32_t ranks = active;
+    const RankSet active = work.active.Has(me) ? work.active : RankSet{};
+    RankSet ranks = active;
     for (unsigned block = 0; block < run.launch.grid.x; ++block) {
       const ArenaRun::View& view = run.ViewOf(block, ArenaRun::kAtEnd);
       if (!view.is_set || !view.is_open || view.has_failed)
         Die("rank %d's op succeeds, but a block has failed", me);
-      if (block > 0 && view.ranks != ranks)
-        Die("blocks of rank %d use ranks %x and %x", me, view.ranks, ranks);
+      if (block > 0 && !(view.ranks == ranks))
+        Die("blocks of rank %d use ranks %x and %x", me, view.ranks.words[0], ranks.words[0]);
       ranks = view.ranks;
     }
-    const uint32_t self = active & 1u << me;
-    const bool is_right = work.masks ? (ranks & ~active) == 0 && (ranks & self) == self : ranks == active;
-    if (!is_right) Die("rank %d uses ranks %x of %x", me, ranks, active);
-    masked += __builtin_popcount(active & ~ranks);
+    const RankSet left_out = active.Without(ranks);
+    const bool is_right =
+        work.masks ? ranks.Without(active).IsEmpty() && ranks.Has(me) == active.Has(me) : ranks == active;
+    if (!is_right) Die("rank %d uses ranks %x of %x", me, ranks.words[0], active.words[0]);
+    for (const uint32_t word : left_out.words) masked += __builtin_popcount(word);
     for (int r = 0; r < R; ++r) {
-      const int said = ranks == 0 ? work.active >> r & 1 : ranks >> r & 1;
+      const int said = ranks.IsEmpty() ? work.active.Has(r) : ranks.Has(r);
       if (work.has_attendance && run.active_after[r] != said)
         Die("rank %d reports wrongly whether rank %d took part", me, r);
       for (int t = 0; t < work.tokens; ++t) {
-        const bool comes = (ranks >> r & 1) != 0 && work.Sends(r, me, t, R);
+        const bool comes = ranks.Has(r) && work.Sends(r, me, t, R);
         for (int w = 0; w < kWords; ++w) {
           const uint32_t seen = run.rows[run.At(r, t, w)];
           if (seen == (comes ? work.Value(r, me, t, w) : kUntouched)) continue;
@@ -426,12 +439,12 @@ class ArenaWorld {
     return ranks;
   }
 
-  void CheckChoices(const ArenaRun& run, uint32_t ranks, int r, int t) const {
+  void CheckChoices(const ArenaRun& run, const RankSet& ranks, int r, int t) const {
     const ArenaWork& work = run.work;
     for (unsigned block = run.args.few_tokens.num_senders; block < run.launch.grid.x; ++block) {
       for (int k = 0; k < work.top_k; ++k) {
         const int seen = run.choices[block][(r * work.tokens + t) * work.top_k + k];
-        const int expert = ranks >> r & 1 ? work.Expert(r, t, k, num_ranks()) : -1;
+        const int expert = ranks.Has(r) ? work.Expert(r, t, k, num_ranks()) : -1;
         if (seen != expert) Die("rank %d takes %d for a choice of rank %d", run.args.peers.rank, seen, r);
       }
     }
