@@ -310,7 +310,7 @@ NB_MODULE(_C, m) {
   m.def("fits_arena", &GroupFitsArena, nb::arg("key"), nb::arg("combines"), nb::arg("by_expert"),
         nb::arg("sizes"), nb::arg("row_bytes"),
         "Returns whether a dispatch or a combine of these sizes fits the arena");
-  m.def("control_bytes", &GroupBytes, nb::arg("num_ranks"),
+  m.def("group_bytes", &GroupBytes, nb::arg("num_ranks"),
         "Returns the size of a control block, its arena and its mailboxes, in a group of so many ranks");
 #endif
 #if defined(JAX_EP_WITH_NCCL)

@@ -38,8 +38,24 @@ struct Shape {
   int32_t alignment;  // kExpert: each expert's block starts at a multiple of it; kExpertPadded: rows of each
                       // block; kPlaced: rows of each place, a divisor of C
 
-  JAX_EP_HD int32_t num_local_experts() const { return num_experts / num_ranks; }
-  JAX_EP_HD int32_t rank_of(int32_t expert) const { return expert / num_local_experts(); }
+  JAX_EP_HD int32_t num_local_experts() const {
+#if defined(__CUDA_ARCH__)
+    // GPUs divide integers by many instructions. E is a multiple of R, so the quotient is near a whole
+    // number.
+    return __float2int_rn(__fdividef(static_cast<float>(num_experts), static_cast<float>(num_ranks)));
+#else
+    return num_experts / num_ranks;
+#endif
+  }
+  JAX_EP_HD int32_t rank_of(int32_t expert) const {
+#if defined(__CUDA_ARCH__)
+    // On GPUs E is so small that the half is more than any error (kMaxBins).
+    const float L = static_cast<float>(num_local_experts());
+    return __float2int_rd(__fdividef(static_cast<float>(expert) + 0.5f, L));
+#else
+    return expert / num_local_experts();
+#endif
+  }
 
   // Returns true if a token has one row for each of its choices. Otherwise it has one row for each rank that
   // it goes to. That row stands for all of the token's choices at the rank, whose ids and weights travel with

@@ -272,7 +272,7 @@ class Group:
         between = None if self._ranks.within is None else "nccl" if self._ranks.rails else "xla"
         if reason or module is None:
             return GroupInfo("xla", reason, 0, self.ranks_per_node, between)
-        size = module.control_bytes(self._opened.size) if self._ranks.platform == "gpu" else 0
+        size = module.group_bytes(self._opened.size) if self._ranks.platform == "gpu" else 0
         if self._resolve(None) == "xla":
             return GroupInfo("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
         reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
@@ -300,8 +300,9 @@ class Group:
         """Frees the group's state once no equal group is open. A group may be closed twice.
 
         On GPUs the control blocks and the arena (`info().device_bytes`: 39 MiB on each device with two ranks,
-        and 0.3 MiB for each further rank) are kept until the process ends, because a captured graph may hold
-        their addresses. A new group of the same devices uses them again.
+        0.3 MiB more for each further rank up to 16, and 2.3 MiB for each one after that) are kept until the
+        process ends, because a captured graph may hold their addresses. A new group of the same devices uses
+        them again.
 
         Waits for running programs whose results are still referenced, because they may use the group.
         """

@@ -50,7 +50,7 @@ def control_blocks(
     if key not in _controls:
 
         def reserve() -> list[np.ndarray]:
-            program, halves = _reserving(module.control_bytes(num_ranks)), []
+            program, halves = _reserving(module.group_bytes(num_ranks)), []
             for device in devices:
                 with jax.default_device(device):
                     halves.append(program(np.int32(0)))

@@ -87,7 +87,7 @@ class FakeGpus:
         self.failed = False
         self.busy = threading.Lock()
         self.module = SimpleNamespace(
-            control_bytes=lambda num_ranks: 4096,
+            group_bytes=lambda num_ranks: 4096,
             has_expired=lambda key: self.failed,
             last_epoch=lambda key: 2**31 + 5,
             last_call=lambda key: 7,

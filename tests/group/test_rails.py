@@ -271,7 +271,7 @@ def two_hosts(monkeypatch):
 
 def info_of(group, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(_extension, "extension", lambda: SimpleNamespace(control_bytes=lambda num_ranks: 1))
+        patched.setattr(_extension, "extension", lambda: SimpleNamespace(group_bytes=lambda num_ranks: 1))
         return group.info()
 
 

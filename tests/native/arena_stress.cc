@@ -112,7 +112,7 @@ void RunPlain(int ops) {
   Random random(seed);
   what = "plain";
   for (int done = 0; done < ops; done += 100) {
-    ArenaWorld world(random, Pick(random, {2, 3, 4, 8, 16}), FirstEpoch(random), 10'000'000'000);
+    ArenaWorld world(random, Pick(random, {2, 3, 4, 8, 17, 32}), FirstEpoch(random), 10'000'000'000);
     SetManner(random, world);
     world.SetProgram(
         MakeProgram(random, 100, world.num_ranks(), static_cast<Mode>(random() % kNumModes), 100, true));
@@ -227,7 +227,7 @@ void RunMany() {
   const auto mode = static_cast<Mode>(random() % kNumModes);
   constexpr int kOps = 5, kLateOp = 2;
   const uint64_t timeout = mode == kMasks ? 3'000'000 : 10'000'000'000;
-  ArenaWorld world(random, Pick(random, {33, 40, 72}), FirstEpoch(random), timeout);
+  ArenaWorld world(random, Pick(random, {33, 40, 65, 128}), FirstEpoch(random), timeout);
   SetManner(random, world);
   std::vector<ArenaWork> program = MakeProgram(random, kOps, world.num_ranks(), mode, 100, true);
   const int f = kRankBits + static_cast<int>(random() % static_cast<unsigned>(world.num_ranks() - kRankBits));

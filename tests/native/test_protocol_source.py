@@ -104,7 +104,7 @@ ARENA_MISTAKES = {
     ),
     "uses one half": (
         "short",
-        [(ARENA_SESSION, "mailboxes(number, peers", "mailboxes(PLANTED ? 0 : number, peers")],
+        [(ARENA_SESSION, "mailbox(source, number)", "mailbox(source, PLANTED ? 0 : number)")],
     ),
     "takes a chunk when its first line is there": (
         "late",
@@ -112,7 +112,7 @@ ARENA_MISTAKES = {
     ),
     "stores lines in one half": (
         "short",
-        [(ARENA, "number * half", "(PLANTED ? 0 : number) * half")],
+        [(ARENA, "+ half) * region", "+ (PLANTED ? 0 : half)) * region")],
     ),
     "takes the verdict of any op": (
         "late",

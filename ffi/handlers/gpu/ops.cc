@@ -44,8 +44,8 @@ static ffi::Error RejectActiveRanks(const char* op, const Shape& shape, const At
       op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
       kSlotChoices, " choices, and, with ", shape.num_ranks, " ranks, tokens * (bytes of a row + ",
       kSlotHeadBytes, ") of at most ", SlotsOf(shape, 0).region,
-      ", and 2 bytes for each of all ranks' choices and 16 for each expert below ",
-      kMaxRoutingTableBytes >> 10,
+      " bytes; the routing of all ranks, which takes ", RoutingTableBytes(shape) >> 10,
+      " KiB, takes at most ", kMaxRoutingTableBytes >> 10,
       " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
       "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   } else if (session.is_leader() && warp == kFewTokensWarps - 1) {
     // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
     // have arrived.
-    has_missed = session.template AwaitCalls<kRankWords>(lane, kWarp, log);
+    has_missed = session.AwaitCalls(lane, kWarp, log);
     __syncwarp();
   }
   if (!session.has_failed()) has_missed |= AddArrivedSums<T, N, kLines, kFp8>(args, session, tickets, slice);

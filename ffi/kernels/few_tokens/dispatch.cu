@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   if (!kLines && args.attendance.masks) {
     session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitAllRows(args, session, table, ranks); });
   } else if (session.is_leader()) {
-    has_missed = session.template AwaitCalls<1>(threadIdx.x, kFewTokensThreads, log);
+    has_missed = session.AwaitCalls(threadIdx.x, kFewTokensThreads, log);
   }
   if (!args.few_tokens.sends() && !session.has_failed()) {
     has_missed = Receive<T, kLines>(args, session, table, row_warps, has_missed);

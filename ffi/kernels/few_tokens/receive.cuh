@@ -204,19 +204,6 @@ __device__ inline void ClearTail(const PushArgs& args, const RoutingTable& table
   ClearShareOfRows(args, tail, shape.capacity, WarpsOf(first, static_cast<int>(gridDim.x)));
 }
 
-// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
-__device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
-  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
-  if (!shape.has_row_per_choice()) return CountTokensTo(shape, table, d, source * T, (source + 1) * T);
-  int choices = 0;
-  const int16_t* const experts = table.experts + source * table.stride;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
-    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
-  }
-  return __reduce_add_sync(kAllLanes, choices);
-}
-
 // Subtracts, by rank, the choices of tokens that the capacity cuts from their experts' counts. Called by one
 // warp.
 __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTable& table) {
@@ -237,37 +224,60 @@ __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTabl
   }
 }
 
-// Counts the rows between each two ranks: a warp for each pair or, as there are many pairs of many ranks, a
-// thread for each choice. Called by one block; synchronizes.
+// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
+__device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
+  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
+  if (!shape.has_row_per_choice()) return CountTokensTo(shape, table, d, source * T, (source + 1) * T);
+  int choices = 0;
+  const int16_t* const experts = table.experts + source * table.stride;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
+    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
+  }
+  return __reduce_add_sync(kAllLanes, choices);
+}
+
+// Adds the rows from each rank to each, before drops, to pairs [source * R + destination]. Called by one
+// block.
 template <int kRankWords>
-__device__ void CountPairs(const Shape& shape, const RoutingTable& table) {
-  const int R = shape.num_ranks;
-  if constexpr (kRankWords == 1) {
-    for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
-      const int count = RowsBetween(shape, table, i / R, i % R);
-      if (threadIdx.x % kWarp == 0) table.pairs[i] = static_cast<uint16_t>(count);
-    }
-  } else {
-    uint32_t* const two = reinterpret_cast<uint32_t*>(table.pairs);  // no count exceeds kSlotChoices
-    for (int i = threadIdx.x; i < (R * R + 1) / 2; i += kFewTokensThreads) two[i] = 0;
-    __syncthreads();
-    const auto add = [&](int source, int rank) {
-      const int i = source * R + rank;
-      atomicAdd(&two[i / 2], 1u << 16 * (i % 2));
-    };
-    const int tokens = R * shape.num_tokens, choices = shape.num_tokens * shape.top_k;
-    for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
-      const int word = i / tokens, source = (i - word * tokens) / shape.num_tokens;
-      for (uint32_t bits = table.ranks[i]; bits != 0; bits &= bits - 1) {
-        add(source, word * kRankBits + __ffs(bits) - 1);
-      }
-    }
-    for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
-      const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
-      if (expert >= 0) add(source, shape.rank_of(expert));
+__device__ void AddPairs(const Shape& shape, const RoutingTable& table, int32_t* pairs) {
+  const int R = shape.num_ranks, tokens = R * shape.num_tokens, choices = shape.num_tokens * shape.top_k;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
+    const int word = kRankWords == 1 ? 0 : i / tokens, source = (i - word * tokens) / shape.num_tokens;
+#pragma unroll 1
+    for (uint32_t bits = table.ranks[i]; bits != 0; bits &= bits - 1) {
+      atomicAdd(&pairs[source * R + word * kRankBits + __ffs(bits) - 1], 1);
     }
   }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
+    const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
+    if (expert >= 0) atomicAdd(&pairs[source * R + shape.rank_of(expert)], 1);
+  }
+}
+
+// Counts the rows from each rank to each, before drops, and returns them: [source * R + destination]. Of few
+// ranks a warp counts those of a pair. Of many ranks there are too many pairs for that, and no room for them
+// but in the handle. Called by one block, which must synchronize before it reads them.
+template <int kRankWords>
+__device__ const volatile int32_t* CountPairs(const PushArgs& args, const RoutingTable& table) {
+  constexpr int kFewRanks = 16;
+  __shared__ int32_t of_few[kFewRanks * kFewRanks];
+  const int R = args.shape.num_ranks;
+  if (R <= kFewRanks) {
+    for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
+      const int count = RowsBetween(args.shape, table, i / R, i % R);
+      if (threadIdx.x % kWarp == 0) of_few[i] = count;
+    }
+    return of_few;
+  }
+  int32_t* const pairs = args.handle.rank_prefix_matrix;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < R * R; i += kFewTokensThreads) pairs[i] = 0;
   __syncthreads();
+  AddPairs<kRankWords>(args.shape, table, pairs);
+  return pairs;
 }
 
 // Writes this rank's counts as a receiver, and the ranks that took part. Called by the leader; synchronizes.
@@ -276,7 +286,7 @@ __device__ void WriteCounts(const PushArgs& args, const ArenaSession<kRankWords>
                             const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  CountPairs<kRankWords>(shape, table);
+  const volatile int32_t* const pairs = CountPairs<kRankWords>(args, table);  // changed by atomics
   if (!shape.has_row_per_choice()) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < L; i += kFewTokensThreads)
@@ -284,7 +294,7 @@ __device__ void WriteCounts(const PushArgs& args, const ArenaSession<kRankWords>
   }
   session.WriteActive();
   const int num_rows = WriteReceiver(args, me, table.totals, table.starts + me * (L + 1),
-                                     [&](int source, int d) { return table.pairs[source * R + d]; });
+                                     [&](int source, int d) { return pairs[source * R + d]; });
   const bool cuts = !shape.has_row_per_choice() && num_rows > shape.capacity;
   if (cuts && threadIdx.x < kWarp) SubtractCutTokens(args, table);
 }

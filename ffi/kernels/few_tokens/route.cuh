@@ -17,7 +17,6 @@ struct RoutingTable {
   int32_t* from_earlier_ranks;  // [E] those of the ranks before this one
   int32_t* local_counts;  // [R, L] choices of the local experts by each rank; later by the ranks before it
   int32_t* starts;        // by expert [R, L + 1]: starts of the blocks of each rank's experts
-  uint16_t* pairs;        // [R, R] rows from each source to each rank, before drops; the leader counts them
   int stride;             // choices of a rank, rounded up to whole vectors
 
   __device__ RoutingTable(const Shape& shape, std::byte* shared)
@@ -28,7 +27,6 @@ struct RoutingTable {
     from_earlier_ranks = totals + shape.num_experts;
     local_counts = from_earlier_ranks + shape.num_experts;
     starts = local_counts + shape.num_experts;
-    pairs = reinterpret_cast<uint16_t*>(starts + shape.num_experts + shape.num_ranks);
   }
   // Returns, by rank, the words that have the bit of a rank, by token of all ranks.
   __device__ const uint32_t* RanksWith(const Shape& shape, int rank) const {
@@ -178,29 +176,31 @@ __device__ inline int RowOfChoice(const RoutingTable& table, int source, int i, 
   const int lane = threadIdx.x % kWarp;
   const bool is_choice = (choice_lanes >> lane & 1) != 0;
   constexpr int kFewChoices = 128;  // of a rank: each lane counts for its own choice
-  if (table.stride <= kFewChoices) {
-    const int before =
-        is_choice ? CountEqual(table.experts + source * table.stride, i, static_cast<int16_t>(expert), 0, 1)
-                  : 0;
-    return is_choice && IsRow(begin + before, end) ? begin + before : -1;
-  }
-  const int shift = __clz(__popc(choice_lanes) - 1) - 27,
+  const bool shares = table.stride > kFewChoices;
+  const int shift = shares ? __clz(__popc(choice_lanes) - 1) - 27 : 0,
             lanes_per_choice = 1 << shift;  // lanes that count for one choice
-  unsigned remaining = choice_lanes;
+  int counted_choice = i, counted_expert = expert;
+  bool counts = is_choice;
+  if (shares) {
+    unsigned remaining = choice_lanes;
 #pragma unroll 1
-  for (int skipped = lane >> shift; skipped > 0 && remaining != 0; --skipped) remaining &= remaining - 1;
-  const int source_lane =
-      remaining == 0 ? 0 : __ffs(remaining) - 1;  // the lane whose choice this lane counts for
-  const int counted_choice = __shfl_sync(kAllLanes, i, source_lane),
-            counted_expert = __shfl_sync(kAllLanes, expert, source_lane);
+    for (int skipped = lane >> shift; skipped > 0 && remaining != 0; --skipped) remaining &= remaining - 1;
+    counts = remaining != 0;
+    const int source_lane = counts ? __ffs(remaining) - 1 : 0;  // whose choice this lane counts for
+    counted_choice = __shfl_sync(kAllLanes, i, source_lane);
+    counted_expert = __shfl_sync(kAllLanes, expert, source_lane);
+  }
   int count = 0;
-  if (remaining != 0) {
+  if (counts) {
     count = CountEqual(table.experts + source * table.stride, counted_choice,
                        static_cast<int16_t>(counted_expert), lane & (lanes_per_choice - 1), lanes_per_choice);
   }
+  if (shares) {
 #pragma unroll 1
-  for (int step = lanes_per_choice / 2; step > 0; step /= 2) count += __shfl_xor_sync(kAllLanes, count, step);
-  count = __shfl_sync(kAllLanes, count, __popc(choice_lanes & ((1u << lane) - 1)) << shift & (kWarp - 1));
+    for (int step = lanes_per_choice / 2; step > 0; step /= 2)
+      count += __shfl_xor_sync(kAllLanes, count, step);
+    count = __shfl_sync(kAllLanes, count, __popc(choice_lanes & ((1u << lane) - 1)) << shift & (kWarp - 1));
+  }
   return is_choice && IsRow(begin + count, end) ? begin + count : -1;
 }
 

@@ -31,16 +31,17 @@ struct alignas(128) ArenaMailbox {
   EpochWord arrived[kSlotTokens];       // the row of this slot has arrived
 };
 
-// The beginning of the arena. The mailboxes of both halves follow, those of a half by source; then the slots
-// of both halves, and then the lines of both.
+// The beginning of the arena. The mailboxes follow, two of each source, one for each half. Then come the
+// slots, of each source those of one half and then those of the other, and then the lines in the same way.
 struct alignas(128) Arena {
   // By half. If ranks may be left out: those that came, as decided by this rank's leader.
   EpochWord verdicts[2][kMaxRanks / kRankBits];
   uint32_t begun[kMaxRanks];  // the last op that each rank has begun, as far as it has reported
   uint32_t heard[kMaxRanks];  // the last op in which this rank has received each rank's call
 
-  JAX_EP_HD ArenaMailbox* mailboxes(int half, int num_ranks) {
-    return reinterpret_cast<ArenaMailbox*>(this + 1) + half * num_ranks;
+  // Returns the mailbox of a half that `source` writes.
+  JAX_EP_HD ArenaMailbox& mailbox(int source, int half) {
+    return reinterpret_cast<ArenaMailbox*>(this + 1)[2 * source + half];
   }
 };
 
@@ -69,24 +70,22 @@ inline int64_t GroupBytes(int num_ranks) {
   return ArenaOffset(num_ranks) + LinesOffset(num_ranks) + 2 * kLinesOfHalf;
 }
 
-// The layout of an op's slots. In each half, each source has a region of its own, independent of the op, so
+// The layout of an op's slots. Each source has a region of its own in each half, independent of the op, so
 // that a rank that was left out and comes late writes to no other rank's slots.
 struct Slots {
-  int64_t first;   // slot of half 0, in bytes from the arena
-  int64_t half;    // bytes from one half to the other
-  int64_t region;  // bytes of a source
+  int64_t first;   // region, in bytes from the arena
+  int64_t region;  // bytes
   int64_t bytes;   // of a slot
 
-  JAX_EP_HD int64_t offset(int number, int source, int token) const {
-    return first + number * half + source * region + token * bytes;
+  JAX_EP_HD int64_t offset(int source, int half, int token) const {
+    return first + (2 * source + half) * region + token * bytes;
   }
 };
 
 // Returns the layout for rows of `row_bytes`, in which each array is rounded up to 16.
 inline Slots SlotsOf(const Shape& shape, int64_t row_bytes) {
   const int R = shape.num_ranks;
-  const int64_t half = SlotsOfHalf(R);
-  return {SlotsOffset(R), half, half / R / 128 * 128, AlignUp(kSlotHeadBytes + row_bytes, 128)};
+  return {SlotsOffset(R), SlotsOfHalf(R) / R / 128 * 128, AlignUp(kSlotHeadBytes + row_bytes, 128)};
 }
 
 // A row in lines consists of chunks, one of which a warp stores or loads at a time
@@ -102,8 +101,7 @@ JAX_EP_HD inline int ChunksOf(int64_t row_bytes) {
 // Returns the layout of rows in lines, in the place of slots.
 inline Slots LinesOf(const Shape& shape, int64_t row_bytes) {
   const int R = shape.num_ranks;
-  return {LinesOffset(R), kLinesOfHalf, kLinesOfHalf / R / 128 * 128,
-          int64_t{ChunksOf(row_bytes)} * kChunkLineBytes};
+  return {LinesOffset(R), kLinesOfHalf / R / 128 * 128, int64_t{ChunksOf(row_bytes)} * kChunkLineBytes};
 }
 
 // Most bytes that a rank sends to the others as lines, measured: lines are half as long again as the row, but
@@ -132,7 +130,7 @@ JAX_EP_HD inline int RankTableWords(const Shape& shape) {
 JAX_EP_HD inline int64_t RoutingTableBytes(const Shape& shape) {
   const int64_t R = shape.num_ranks;
   const int64_t words = RankTableWords(shape) + int64_t{4} * shape.num_experts + R;
-  return 2 * R * ChoicesStride(shape) + 4 * words + AlignUp(2 * R * R, 4);
+  return 2 * R * ChoicesStride(shape) + 4 * words;
 }
 constexpr int64_t kMaxRoutingTableBytes = 96 * 1024;  // available to a block on all GPUs from sm_80 on
 

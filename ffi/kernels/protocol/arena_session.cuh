@@ -14,8 +14,8 @@
 // memory, so that the warps of a block cannot disagree. It also has the ranks that the block's threads have
 // missed. A thread that misses a rank, or that must not go on, returns true.
 //
-// Lane l of a warp stands for the ranks r with r % kWarp == l. A session has kRankWords words with a bit for
-// each rank, one if they suffice.
+// A session has kRankWords words with a bit for each rank: one if they suffice, otherwise those of any group.
+// Where the lanes of a warp stand for ranks, in this file, lane l does for each r with r % kWarp == l.
 #pragma once
 
 #include "kernels/protocol/arena.h"
@@ -53,43 +53,49 @@ __device__ inline bool HasBegun(const Peers& peers, int rank, uint32_t epoch) {
   return static_cast<int32_t>(LoadAcquire(&ArenaOf(peers, peers.rank).begun[rank]) - epoch) >= 0;
 }
 
-// Waits until those of `ranks` that this lane stands for have begun op `epoch`. If ranks may be left out, it
-// waits for a part of the time only, so that this rank's rows are not late at the others.
+// Waits until the `doubtful` ones of some ranks have begun op `epoch`, each lane for those that it stands
+// for. If ranks may be left out, it waits for a part of the time only, so that this rank's rows are not late
+// at the others. Returns the ranks without those that have not begun. Called by a warp.
 template <int kRankWords>
-JAX_EP_RARE void AwaitBegun(const Peers& peers, const RankWords<kRankWords> ranks, uint32_t epoch,
-                            bool masks) {
+JAX_EP_RARE RankWords<kRankWords> AwaitBegun(const Peers& peers, RankWords<kRankWords> ranks,
+                                             const RankWords<kRankWords> doubtful, uint32_t epoch,
+                                             bool masks) {
   constexpr int kPart = 4;
   const int lane = threadIdx.x % kWarp;
+  const auto is_awaited = [&](int word) {
+    return (doubtful.words[word] >> lane & 1) != 0 && !HasBegun(peers, word * kRankBits + lane, epoch);
+  };
   const auto have_begun = [&] {
     bool all = true;
-    for (int w = 0; w < kRankWords; ++w) {
-      if ((ranks.words[w] >> lane & 1) != 0) all &= HasBegun(peers, w * kRankBits + lane, epoch);
-    }
+    for (int w = 0; w < kRankWords; ++w) all &= !is_awaited(w);
     if (!all) __nanosleep(500);
     return all;
   };
-  if (!masks) {
+  if (masks) {
+    const uint64_t timeout = LoadFromHost(&peers.report->timeout_ns), now = GlobalNanoseconds();
+    BlockClock().began = now;  // the part counts as time of the op
+    (void)PollUntil(have_begun,
+                    [&] { return GlobalNanoseconds() - now >= timeout / kPart || IsGivenUp(peers); });
+  } else {
     (void)Await(peers, have_begun);
-    return;
   }
-  const uint64_t timeout = LoadFromHost(&peers.report->timeout_ns), now = GlobalNanoseconds();
-  BlockClock().began = now;  // the part counts as time of the op
-  (void)PollUntil(have_begun,
-                  [&] { return GlobalNanoseconds() - now >= timeout / kPart || IsGivenUp(peers); });
+  __syncwarp();
+  for (int w = 0; w < kRankWords; ++w) ranks.words[w] &= ~__ballot_sync(kAllLanes, is_awaited(w));
+  return ranks;
 }
 
 // The half of the ranks' arenas that an op uses.
 struct ArenaHalf {
   const Peers& peers;
   const Slots& slots;
-  uint32_t number;
+  int number;
 
   // Returns the mailbox at rank `at` that `source` writes.
   __device__ ArenaMailbox& mailbox(int at, int source) const {
-    return ArenaOf(peers, at).mailboxes(number, peers.num_ranks)[source];
+    return ArenaOf(peers, at).mailbox(source, number);
   }
   __device__ std::byte* slot(int at, int source, int token) const {
-    return reinterpret_cast<std::byte*>(&ArenaOf(peers, at)) + slots.offset(number, source, token);
+    return reinterpret_cast<std::byte*>(&ArenaOf(peers, at)) + slots.offset(source, number, token);
   }
   // Returns a chunk of a row that travels as lines.
   __device__ uint4* chunk(int at, int source, int token, int chunk) const {
@@ -124,8 +130,6 @@ template <int kRankWords>
 class ArenaSession {
  public:
   using Ranks = RankWords<kRankWords>;
-  // Most calls that a thread waits for if all threads of the leader, of at least kLeastThreads, share them.
-  static constexpr int kLeastThreads = 64, kCallsOfThread = (kRankWords * kRankBits - 1) / kLeastThreads + 1;
 
   __device__ ArenaSession(const Peers& peers, Op op, const Attendance& attendance, const Slots& slots)
       : peers_(peers), op_(op), attendance_(attendance), slots_(slots) {}
@@ -181,7 +185,7 @@ class ArenaSession {
   // which ones take part.
   __device__ static bool is_leader() { return blockIdx.x == gridDim.x - 1; }
 
-  __device__ ArenaHalf half() const { return {peers_, slots_, epoch() % 2}; }
+  __device__ ArenaHalf half() const { return {peers_, slots_, static_cast<int>(epoch() % 2)}; }
 
   // Waits until ready(), for something that a peer sends in this op. Many warps wait at the same time, and
   // pause between loads so that they do not delay what they wait for. Called by one thread.
@@ -229,14 +233,13 @@ class ArenaSession {
     return missed;
   }
 
-  // Waits for the calls of up to kCalls ranks: `first` and every `step`th one after it. A rank that calls a
-  // different op fails the op. Returns true if this thread has missed a rank or the op has failed. Called by
-  // the leader's threads, or by one of its warps, for all ranks.
-  template <int kCalls>
+  // Waits for the calls of every `step`th rank, from `first` on. A rank that calls a different op fails the
+  // op. Returns true if this thread has missed a rank or the op has failed. Called by all threads of the
+  // leader, or by one of its warps.
   __device__ bool AwaitCalls(int first, int step, const WaitLog& log) const {
-    bool is_expected[kCalls], has_failed = false;
+    bool is_expected[kRankWords], has_failed = false;
 #pragma unroll
-    for (int i = 0; i < kCalls; ++i) {
+    for (int i = 0; i < kRankWords; ++i) {
       const int r = first + i * step;
       is_expected[i] = r < peers_.num_ranks && ranks().Has(r);
       if (r < peers_.num_ranks) log.Write(r, 0);
@@ -244,7 +247,7 @@ class ArenaSession {
     const auto take_those = [&](auto&& take) {
       bool all_taken = true;
 #pragma unroll
-      for (int i = 0; i < kCalls; ++i) {
+      for (int i = 0; i < kRankWords; ++i) {
         is_expected[i] = is_expected[i] && !take(first + i * step);
         all_taken &= !is_expected[i];
       }
@@ -276,7 +279,7 @@ class ArenaSession {
     State& state = state_of_block();
     EpochWord* const verdict = ArenaOf(peers_, peers_.rank).verdicts[epoch() % 2];
     if (is_leader()) {
-      (void)AwaitCalls<kCallsOfThread>(threadIdx.x, blockDim.x, log);
+      (void)AwaitCalls(threadIdx.x, blockDim.x, log);
       bool fails = HasAnyMissed(IsGivenUp(peers_));
       if (!fails) {
         (void)await_rest(ranks().Without(Missed()));
@@ -414,17 +417,7 @@ class ArenaSession {
       const bool was_heard = w * kRankBits + lane < R && (heard[w] == epoch - 1 || heard[w] == epoch);
       doubtful.words[w] = ranks.words[w] & ~__ballot_sync(kAllLanes, was_heard);
     }
-    if (doubtful.IsEmpty()) return ranks;
-    AwaitBegun(peers_, doubtful, epoch, attendance_.masks);
-    __syncwarp();
-    Ranks writable;
-#pragma unroll
-    for (int w = 0; w < kRankWords; ++w) {
-      bool may_write = (ranks.words[w] >> lane & 1) != 0;
-      if ((doubtful.words[w] >> lane & 1) != 0) may_write = HasBegun(peers_, w * kRankBits + lane, epoch);
-      writable.words[w] = __ballot_sync(kAllLanes, may_write);
-    }
-    return writable;
+    return doubtful.IsEmpty() ? ranks : AwaitBegun(peers_, ranks, doubtful, epoch, attendance_.masks);
   }
 
   // Ends a block that has found the channel in use by another op. The group has then failed. Returns true if

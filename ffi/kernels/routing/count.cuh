@@ -44,19 +44,26 @@ struct Chunk {
   }
 };
 
+// Returns 16 for each of eight numbers that is equal to both numbers of `pair`, among the first `count`.
+__device__ inline int EqualBits(const uint4& eight, uint32_t pair, int count = 8) {
+  const auto equal = [&](uint32_t two, int left) {
+    const uint32_t mask = left >= 2 ? ~0u : left == 1 ? 0xffffu : 0u;
+    return __popc(__vcmpeq2(two, pair) & mask);
+  };
+  return equal(eight.x, count) + equal(eight.y, count - 2) + equal(eight.z, count - 4) +
+         equal(eight.w, count - 6);
+}
+
 // Counts the numbers equal to x in this thread's part of the first n. `parts` threads share the numbers,
-// which start at a multiple of 16 bytes.
+// which start at a multiple of 16 bytes. What follows them up to the next multiple must be readable.
 __device__ inline int CountEqual(const int16_t* numbers, int n, int16_t x, int part, int parts) {
   const uint32_t pair = static_cast<uint16_t>(x) * 0x10001u;
-  int bits = 0;  // 16 for each match
-  for (int i = 8 * part; i + 8 <= n; i += 8 * parts) {
-    const uint4 eight = *reinterpret_cast<const uint4*>(numbers + i);
-    bits += __popc(__vcmpeq2(eight.x, pair)) + __popc(__vcmpeq2(eight.y, pair)) +
-            __popc(__vcmpeq2(eight.z, pair)) + __popc(__vcmpeq2(eight.w, pair));
-  }
-  int count = bits / 16;
-  for (int i = n / 8 * 8 + part; i < n; i += parts) count += numbers[i] == x;
-  return count;
+  const auto eight = [&](int i) { return *reinterpret_cast<const uint4*>(numbers + i); };
+  int bits = 0, i = 8 * part;
+#pragma unroll 4
+  for (; i + 8 <= n; i += 8 * parts) bits += EqualBits(eight(i), pair);
+  if (i < n) bits += EqualBits(eight(i), pair, n - i);
+  return bits / 16;
 }
 
 // Counts a chunk. For its tokens [begin, end) it also writes the routed experts to topk_idx, and each row's

@@ -12,6 +12,7 @@ __device__ inline void FindStarts(const Shape& shape, const int32_t* rows, int32
   const int L = shape.num_local_experts(), lane = threadIdx.x % kWarp;
   const unsigned a = shape.alignment, capacity = shape.capacity;
   if (shape.has_fixed_blocks()) {  // together they are the capacity
+#pragma unroll 1
     for (int i = lane; i <= L; i += kWarp) starts[i] = i * shape.alignment;
     return;
   }

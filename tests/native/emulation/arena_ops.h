@@ -136,7 +136,7 @@ void CheckRegion(const ArenaRun& run, const ArenaSession<kRankWords>& session, i
   const Slots& slots = run.args.few_tokens.slots;
   const int64_t offset = static_cast<const std::byte*>(there) -
                          reinterpret_cast<const std::byte*>(&ArenaOf(peers, to)) - slots.first;
-  if (offset / slots.half != session.epoch() % 2 || offset % slots.half / slots.region != peers.rank) {
+  if (offset / slots.region != 2 * peers.rank + session.epoch() % 2) {
     Die("rank %d writes outside of its %s at rank %d", peers.rank, what, to);
   }
 }
@@ -372,7 +372,7 @@ void ArenaPushKernel(ArenaRun& run) {
     if (args.attendance.masks) {
       session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitRows(run, session, ranks); });
     } else if (session.is_leader()) {
-      has_missed = session.template AwaitCalls<session.kCallsOfThread>(threadIdx.x, kArenaThreads, log);
+      has_missed = session.AwaitCalls(threadIdx.x, kArenaThreads, log);
     }
     CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);
     if (!args.few_tokens.sends() && !session.has_failed()) {
@@ -493,7 +493,7 @@ void ArenaPullKernel(ArenaRun& run) {
         return has_missed_sums;
       });
     } else if (session.is_leader() && warp == kArenaWarps - 1) {
-      has_missed = session.template AwaitCalls<kRankWords>(lane, kWarp, log);
+      has_missed = session.AwaitCalls(lane, kWarp, log);
       __syncwarp();
     }
     CheckAgreement(run, ArenaRun::kAfterAgreement, session, is_open);

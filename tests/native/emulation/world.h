@@ -87,10 +87,7 @@ class World {
   void Reset(uint32_t epoch) {
     if (epoch == 0xffffffffu) epoch = 1;
     for (int r = 0; r < num_ranks_; ++r) {
-      // The arena between them is not used.
-      std::memset(static_cast<void*>(controls_[r]), 0, sizeof(Control));
-      std::memset(reinterpret_cast<std::byte*>(controls_[r]) + kMailboxesOffset, 0,
-                  ControlBytes(num_ranks_) - kMailboxesOffset);
+      std::memset(static_cast<void*>(controls_[r]), 0, ControlBytes(num_ranks_));
       for (Channel& channel : controls_[r]->channels) {
         channel.epoch = epoch;
         channel.gate = channel.opened = static_cast<uint64_t>(epoch) << 32;
