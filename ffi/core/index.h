@@ -49,7 +49,8 @@ struct Shape {
   }
   JAX_EP_HD int32_t rank_of(int32_t expert) const {
 #if defined(__CUDA_ARCH__)
-    // On GPUs E is so small that the half is more than any error (kMaxBins).
+    // On GPUs E is at most 4096, so the quotient's error is far below 0.5 / L, its distance from a whole
+    // number.
     const float L = static_cast<float>(num_local_experts());
     return __float2int_rd(__fdividef(static_cast<float>(expert) + 0.5f, L));
 #else

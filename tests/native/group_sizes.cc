@@ -1,9 +1,9 @@
 // The rows of groups, as the kernels find them (ffi/kernels/fp8/groups.cuh,
 // ffi/kernels/products/any/groups.cuh), for sizes whose sums exceed 32 bits, and for groups that have as many
 // rows each. Compares them with plain sums.
-#include "die.h"
 #include "kernels/fp8/groups.cuh"
 #include "kernels/products/any/groups.cuh"
+#include "warp.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -27,24 +27,6 @@ const Case kCases[] = {
 };
 
 int64_t Up(int64_t size) { return (size + 127) / 128 * 128; }
-
-// Runs f in a warp and returns what its first thread returns.
-template <typename F>
-auto InWarp(F&& f) {
-  decltype(f()) result{};
-  emulation::Launch launch;
-  launch.grid = {1};
-  launch.block = {kWarp};
-  launch.body = [&] {
-    const auto mine = f();
-    if (threadIdx.x == 0) result = mine;
-  };
-  emulation::Machine& machine = emulation::Machine::Get();
-  machine.Start(launch);
-  while (machine.Round().empty()) {
-  }
-  return result;
-}
 
 void Check(bool is_right, const char* of, int number) {
   if (!is_right) Die("%s %d is wrong", of, number);

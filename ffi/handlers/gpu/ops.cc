@@ -40,14 +40,13 @@ static ffi::Error CheckLimits(const char* op, const Shape& shape, size_t arrays)
 // Rejects active_ranks in an op that does not go through the arena, because only the arena supports them.
 static ffi::Error RejectActiveRanks(const char* op, const Shape& shape, const Attendance& attendance) {
   if (attendance.active_ranks == nullptr) return ffi::Error::Success();
-  return InvalidArgument(
-      op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ", kSlotTokens, " a rank, ",
-      kSlotChoices, " choices, and, with ", shape.num_ranks, " ranks, tokens * (bytes of a row + ",
-      kSlotHeadBytes, ") of at most ", SlotsOf(shape, 0).region,
-      " bytes; the routing of all ranks, which takes ", RoutingTableBytes(shape) >> 10,
-      " KiB, takes at most ", kMaxRoutingTableBytes >> 10,
-      " KiB; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
-      "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
+  return InvalidArgument(op, ": on GPUs active_ranks and on_timeout='mask' need few tokens: at most ",
+                         kSlotTokens, " a rank, ", kSlotChoices, " choices, and, with ", shape.num_ranks,
+                         " ranks, tokens * (bytes of a row + ", kSlotHeadBytes, ") of at most ",
+                         SlotsOf(shape, 0).region, " bytes; the routing of all ranks takes ",
+                         RoutingTableBytes(shape), " bytes, and may take at most ", kMaxRoutingTableBytes,
+                         "; a combine takes one array of float16, bfloat16 or float32; and num_sms of the "
+                         "Group is None, or 8 or more. Leave them out, or use implementation='xla'");
 }
 
 bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {

@@ -224,48 +224,17 @@ __device__ inline void SubtractCutTokens(const PushArgs& args, const RoutingTabl
   }
 }
 
-// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
-__device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
-  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
-  if (!shape.has_row_per_choice()) return CountTokensTo(shape, table, d, source * T, (source + 1) * T);
-  int choices = 0;
-  const int16_t* const experts = table.experts + source * table.stride;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
-    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
-  }
-  return __reduce_add_sync(kAllLanes, choices);
-}
-
-// Adds the rows from each rank to each, before drops, to pairs [source * R + destination]. Called by one
-// block.
-template <int kRankWords>
-__device__ void AddPairs(const Shape& shape, const RoutingTable& table, int32_t* pairs) {
-  const int R = shape.num_ranks, tokens = R * shape.num_tokens, choices = shape.num_tokens * shape.top_k;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
-    const int word = kRankWords == 1 ? 0 : i / tokens, source = (i - word * tokens) / shape.num_tokens;
-#pragma unroll 1
-    for (uint32_t bits = table.ranks[i]; bits != 0; bits &= bits - 1) {
-      atomicAdd(&pairs[source * R + word * kRankBits + __ffs(bits) - 1], 1);
-    }
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
-    const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
-    if (expert >= 0) atomicAdd(&pairs[source * R + shape.rank_of(expert)], 1);
-  }
-}
-
 // Counts the rows from each rank to each, before drops, and returns them: [source * R + destination]. Of few
 // ranks a warp counts those of a pair. Of many ranks there are too many pairs for that, and no room for them
-// but in the handle. Called by one block, which must synchronize before it reads them.
+// but in the handle, where WriteReceiver replaces each count by a sum once it has read it. They are volatile
+// because the first-level cache does not see atomics. Called by one block, which must synchronize before it
+// reads them.
 template <int kRankWords>
 __device__ const volatile int32_t* CountPairs(const PushArgs& args, const RoutingTable& table) {
   constexpr int kFewRanks = 16;
   __shared__ int32_t of_few[kFewRanks * kFewRanks];
   const int R = args.shape.num_ranks;
-  if (R <= kFewRanks) {
+  if (kRankWords == 1 && R <= kFewRanks) {
     for (int i = threadIdx.x / kWarp; i < R * R; i += kFewTokensWarps) {
       const int count = RowsBetween(args.shape, table, i / R, i % R);
       if (threadIdx.x % kWarp == 0) of_few[i] = count;
@@ -286,7 +255,7 @@ __device__ void WriteCounts(const PushArgs& args, const ArenaSession<kRankWords>
                             const RoutingTable& table) {
   const Shape& shape = args.shape;
   const int R = shape.num_ranks, L = shape.num_local_experts(), me = args.peers.rank;
-  const volatile int32_t* const pairs = CountPairs<kRankWords>(args, table);  // changed by atomics
+  const volatile int32_t* const pairs = CountPairs<kRankWords>(args, table);
   if (!shape.has_row_per_choice()) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < L; i += kFewTokensThreads)

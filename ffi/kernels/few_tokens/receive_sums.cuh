@@ -1,68 +1,10 @@
 // The receiver's side of a combine of few tokens: adds up the sums that arrive of each token.
 #pragma once
 
+#include "kernels/few_tokens/ranks.cuh"
 #include "kernels/few_tokens/sums.cuh"
-#include "kernels/routing/destination.cuh"
 
 namespace jax_ep::cuda {
-
-// The source of a sum of a token, of which a lane has one at most: the rank, whether it sends a sum, provided
-// that it takes part, and the index of the slot at this rank. Lanes have ranks in ascending order.
-struct Sender {
-  bool sends;
-  int rank;
-  int index;
-};
-
-// Returns the index of the slot that a rank's sum of token t arrives in, -1 if there is none.
-__device__ inline int SlotIndex(const FewTokensPullArgs& args, int t, int rank, int row) {
-  const Shape& shape = args.shape;
-  if (shape.has_row_per_choice()) return t;
-  if (row >= 0 && args.peers.rank > 0) {
-    row -= args.handle.rank_prefix_matrix[(args.peers.rank - 1) * shape.num_ranks + rank];
-  }
-  return row < shape.num_tokens ? row : -1;
-}
-
-// Finds this lane's source of a sum of token t. A lane stands for one rank, or, if there are more ranks than
-// lanes, for one of those that the token has rows at. These are no more than the token's choices.
-template <int kRankWords>
-__device__ Sender FindSender(const FewTokensPullArgs& args, int t, int lane) {
-  const Shape& shape = args.shape;
-  const Destination destination = FindDestination(shape, args.handle, t, lane);
-  const bool by_choice = shape.has_row_per_choice();
-  if constexpr (kRankWords == 1) {
-    if (by_choice) {
-      const unsigned ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : 1u << destination.rank);
-      return {(ranks >> lane & 1) != 0, lane, t};
-    }
-    const int index = SlotIndex(args, t, lane, destination.row);
-    return {index >= 0, lane, index};
-  } else {
-    int rank = -1, before = 0;
-#pragma unroll
-    for (int w = 0; w < kRankWords; ++w) {
-      uint32_t ranks;
-      if (by_choice) {
-        const uint32_t bit = RankWords<kRankWords>::BitIn(w, destination.rank);
-        ranks = __reduce_or_sync(kAllLanes, destination.row < 0 ? 0 : bit);
-      } else {
-        ranks =
-            __ballot_sync(kAllLanes, FindDestination(shape, args.handle, t, lane, w * kRankBits).row >= 0);
-      }
-      const int count = __popc(ranks), skipped = lane - before;
-      before += count;
-      if (skipped < 0 || skipped >= count) continue;
-#pragma unroll 1
-      for (int i = 0; i < skipped; ++i) ranks &= ranks - 1;
-      rank = w * kRankBits + __ffs(ranks) - 1;
-    }
-    if (rank < 0) return {false, 0, 0};
-    const int row = by_choice ? 0 : FindDestination(shape, args.handle, t, rank).row;
-    const int index = SlotIndex(args, t, rank, row);
-    return {index >= 0, rank, index};
-  }
-}
 
 // Waits for the sums of a token. Called by one warp. Returns true if this lane's rank was missed.
 template <int kRankWords>
@@ -86,7 +28,8 @@ __device__ OutputSlice FindOutputSlice(const FewTokensPullArgs& args, int i, int
             slices = max((width + kSlice<N> - 1) / kSlice<N>, 1);
   const int index = static_cast<int>(blockIdx.x) + i * static_cast<int>(gridDim.x), t = index / slices;
   if (t >= args.shape.num_tokens) return {t, 0, {false, 0, 0}};
-  return {t, index % slices * kSlice<N>, FindSender<kRankWords>(args, t, lane)};
+  return {t, index % slices * kSlice<N>,
+          FindSender<kRankWords>(args.shape, args.handle, args.peers, t, lane)};
 }
 
 // Adds up a chunk of the sums that arrive of a token, in the order of the ranks. Called by one warp, whose
@@ -186,7 +129,7 @@ JAX_EP_RARE bool AwaitAllSums(const FewTokensPullArgs& args, const ArenaSession<
   const int lane = threadIdx.x % kWarp;
   bool has_missed = false;
   for (int t = threadIdx.x / kWarp; t < args.shape.num_tokens; t += kFewTokensWarps) {
-    Sender sender = FindSender<kRankWords>(args, t, lane);
+    Sender sender = FindSender<kRankWords>(args.shape, args.handle, args.peers, t, lane);
     sender.sends &= ranks.Has(sender.rank);
     has_missed |= AwaitSums(args, session, sender);
     __syncwarp();

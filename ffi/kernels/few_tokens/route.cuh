@@ -113,6 +113,22 @@ __device__ bool AwaitChoices(const PushArgs& args, const ArenaSession<kRankWords
   return has_missed;
 }
 
+// Writes, by rank, the ranks that each token goes to, according to its choices. Called by one block.
+template <int kRankWords>
+__device__ void FindRanksOfTokens(const Shape& shape, const RoutingTable& table) {
+  const int tokens = shape.num_ranks * shape.num_tokens;
+  for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
+    const int word = kRankWords == 1 ? 0 : i / tokens, t = i - word * tokens;
+    uint32_t ranks = 0;
+#pragma unroll 1
+    for (int k = 0; k < shape.top_k; ++k) {
+      const int expert = table.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
+      if (expert >= 0) ranks |= RankWords<kRankWords>::BitIn(word, shape.rank_of(expert));
+    }
+    table.ranks[i] = ranks;
+  }
+}
+
 // Waits for all choices, and builds the table from them. The counts must be zero before. Called by the whole
 // block, to which the table is visible on return. Returns true if the block has missed a rank.
 template <int kRankWords>
@@ -138,17 +154,7 @@ __device__ bool BuildRoutingTable(const PushArgs& args, const ArenaSession<kRank
   };
   if (session.HasAnyMissed(AwaitChoices(args, session, session.ranks(), store))) return true;
   if (!shape.has_row_per_choice()) {
-    const int tokens = R * shape.num_tokens;
-    for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
-      const int word = kRankWords == 1 ? 0 : i / tokens, t = i - word * tokens;
-      uint32_t ranks = 0;
-#pragma unroll 1
-      for (int k = 0; k < K; ++k) {
-        const int expert = table.expert(shape, t / shape.num_tokens, t % shape.num_tokens, k);
-        if (expert >= 0) ranks |= RankWords<kRankWords>::BitIn(word, shape.rank_of(expert));
-      }
-      table.ranks[i] = ranks;
-    }
+    FindRanksOfTokens<kRankWords>(shape, table);
   } else {
     for (int r = threadIdx.x / kWarp; r < R; r += kFewTokensWarps) {
       FindStarts(shape, table.totals + r * L, table.starts + r * (L + 1));
@@ -221,6 +227,39 @@ __device__ inline int CountTokensTo(const Shape& shape, const RoutingTable& tabl
 __device__ inline int RowOfToken(const Shape& shape, const RoutingTable& table, int t, int rank) {
   const int row = CountTokensTo(shape, table, rank, 0, t);
   return IsRow(row, shape.capacity) ? row : -1;
+}
+
+// Returns the rows that rank `source` sends to rank d, before drops, in all lanes. Called by one warp.
+__device__ inline int RowsBetween(const Shape& shape, const RoutingTable& table, int source, int d) {
+  const int T = shape.num_tokens, K = shape.top_k, L = shape.num_local_experts();
+  if (!shape.has_row_per_choice()) return CountTokensTo(shape, table, d, source * T, (source + 1) * T);
+  int choices = 0;
+  const int16_t* const experts = table.experts + source * table.stride;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < T * K; i += kWarp) {
+    choices += experts[i] >= d * L && experts[i] < (d + 1) * L;
+  }
+  return __reduce_add_sync(kAllLanes, choices);
+}
+
+// Adds the rows from each rank to each, before drops, to pairs [source * R + destination]. Called by one
+// block.
+template <int kRankWords>
+__device__ void AddPairs(const Shape& shape, const RoutingTable& table, int32_t* pairs) {
+  const int R = shape.num_ranks, tokens = R * shape.num_tokens, choices = shape.num_tokens * shape.top_k;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < RankTableWords(shape); i += kFewTokensThreads) {
+    const int word = kRankWords == 1 ? 0 : i / tokens, source = (i - word * tokens) / shape.num_tokens;
+#pragma unroll 1
+    for (uint32_t bits = table.ranks[i]; bits != 0; bits &= bits - 1) {
+      atomicAdd(&pairs[source * R + word * kRankBits + __ffs(bits) - 1], 1);
+    }
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
+    const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
+    if (expert >= 0) atomicAdd(&pairs[source * R + shape.rank_of(expert)], 1);
+  }
 }
 
 }  // namespace jax_ep::cuda

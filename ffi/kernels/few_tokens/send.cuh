@@ -1,35 +1,11 @@
 // The sender's side of a dispatch of few tokens: stores each token in its slots at the ranks of its experts.
 #pragma once
 
+#include "kernels/few_tokens/ranks.cuh"
 #include "kernels/few_tokens/route.cuh"
 #include "kernels/fp8/block.cuh"
 
 namespace jax_ep::cuda {
-
-// Calls f(rank) for each of the ranks. Each rank starts with the rank after it, so that the ranks do not all
-// write to the same one.
-template <int kRankWords, typename F>
-__device__ void ForEachRank(const Peers& peers, const RankWords<kRankWords>& ranks, F&& f) {
-  const int R = peers.num_ranks, me = peers.rank;
-  if constexpr (kRankWords == 1) {
-#pragma unroll 1
-    for (int i = 1; i <= R; ++i) {
-      const int r = me + i < R ? me + i : me + i - R;
-      if (ranks.Has(r)) f(r);
-    }
-  } else {
-    const uint32_t up_to_me = ~0u >> (kRankBits - 1 - me % kRankBits);  // of this rank's own word
-#pragma unroll 1
-    for (int i = 0; i <= kRankWords; ++i) {
-      const int word = (me / kRankBits + i) % kRankWords;
-      uint32_t bits = ranks.Word(word);
-      if (i == 0) bits &= ~up_to_me;
-      if (i == kRankWords) bits &= up_to_me;
-#pragma unroll 1
-      for (; bits != 0; bits &= bits - 1) f(word * kRankBits + __ffs(bits) - 1);
-    }
-  }
-}
 
 // Calls store(slot) for token t's slot at each of the ranks.
 template <int kRankWords, typename Store>

@@ -73,8 +73,8 @@ inline int64_t GroupBytes(int num_ranks) {
 // The layout of an op's slots. Each source has a region of its own in each half, independent of the op, so
 // that a rank that was left out and comes late writes to no other rank's slots.
 struct Slots {
-  int64_t first;   // region, in bytes from the arena
-  int64_t region;  // bytes
+  int64_t first;   // where the first region begins, in bytes from the arena
+  int64_t region;  // bytes of a region
   int64_t bytes;   // of a slot
 
   JAX_EP_HD int64_t offset(int source, int half, int token) const {

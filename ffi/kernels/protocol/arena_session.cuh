@@ -15,7 +15,7 @@
 // missed. A thread that misses a rank, or that must not go on, returns true.
 //
 // A session has kRankWords words with a bit for each rank: one if they suffice, otherwise those of any group.
-// Where the lanes of a warp stand for ranks, in this file, lane l does for each r with r % kWarp == l.
+// Where the lanes of a warp stand for ranks, in this file, lane l stands for each r with r % kWarp == l.
 #pragma once
 
 #include "kernels/protocol/arena.h"
@@ -233,9 +233,9 @@ class ArenaSession {
     return missed;
   }
 
-  // Waits for the calls of every `step`th rank, from `first` on. A rank that calls a different op fails the
-  // op. Returns true if this thread has missed a rank or the op has failed. Called by all threads of the
-  // leader, or by one of its warps.
+  // Waits for the calls of every `step`th rank, from `first` on; a step is at least kRankBits. A rank that
+  // calls a different op fails the op. Returns true if this thread has missed a rank or the op has failed.
+  // Called by all threads of the leader, or by one of its warps.
   __device__ bool AwaitCalls(int first, int step, const WaitLog& log) const {
     bool is_expected[kRankWords], has_failed = false;
 #pragma unroll

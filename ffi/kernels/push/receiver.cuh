@@ -9,7 +9,8 @@ namespace jax_ep::cuda {
 
 // Writes this rank's counts as a receiver, except tokens_per_expert by rank. `totals` [E] are all ranks'
 // choices on each expert. By expert, `starts` [L + 1] are the first rows of the blocks at this rank.
-// rows_between(source, d) returns the rows that a source sends to rank d, before drops. Called by one block;
+// rows_between(source, d) returns the rows that a source sends to rank d, before drops. It is called once, by
+// the thread that then writes [source, d] of the handle, so it may read them there. Called by one block;
 // synchronizes. Returns the rows that all ranks send to this one, before drops.
 template <typename RowsBetween>
 __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* totals, const int32_t* starts,

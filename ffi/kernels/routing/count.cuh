@@ -44,7 +44,7 @@ struct Chunk {
   }
 };
 
-// Returns 16 for each of eight numbers that is equal to both numbers of `pair`, among the first `count`.
+// Returns 16 for each of eight numbers that is equal to x, among the first `count`. `pair` is x twice.
 __device__ inline int EqualBits(const uint4& eight, uint32_t pair, int count = 8) {
   const auto equal = [&](uint32_t two, int left) {
     const uint32_t mask = left >= 2 ? ~0u : left == 1 ? 0xffffu : 0u;
