@@ -233,6 +233,7 @@ class Rank:
         active[[1, self.ranks - 1]] = 0
         call, check = self.few_tokens_of(active, self.group, "raise")
         check(call(), active)
+        # Equal groups share the limit, so it is also self.group's until one is opened again.
         group = jax_ep.Group(self.mesh, "ep", timeout_s=MASK_S)
         call, check = self.few_tokens_of(everybody, group, "mask")
         check(call(), everybody)

@@ -50,9 +50,8 @@ __device__ inline int SlotIndex(const Shape& shape, const HandleArrays& handle, 
   return row < shape.num_tokens ? row : -1;
 }
 
-// Finds this lane's source of a sum of token t. A lane stands for one rank, or, if there are
-// more ranks than lanes, for one of those that the token has rows at. These are no more than the token's
-// choices.
+// Finds this lane's source of a sum of token t. A lane stands for one rank, or, if there are more ranks than
+// lanes, for one of those that the token has rows at. These are no more than the token's choices.
 template <int kRankWords>
 __device__ Sender FindSender(const Shape& shape, const HandleArrays& handle, const Peers& peers, int t,
                              int lane) {

@@ -46,7 +46,7 @@ struct alignas(128) Arena {
 };
 
 // Returns the bytes of the slots of a half. A group of few ranks has slots for more tokens of each.
-JAX_EP_HD inline int64_t SlotsOfHalf(int num_ranks) {
+inline int64_t SlotsOfHalf(int num_ranks) {
   constexpr int kLeastRanks = 16;
   return (int64_t{1} << 20) * (num_ranks < kLeastRanks ? kLeastRanks : num_ranks);
 }
@@ -125,7 +125,7 @@ JAX_EP_HD inline int64_t ChoicesStride(const Shape& shape) {
 }
 // Returns the words for the ranks that each token goes to, by rank.
 JAX_EP_HD inline int RankTableWords(const Shape& shape) {
-  return shape.has_row_per_choice() ? 0 : RankWordsOf(shape.num_ranks) * shape.num_ranks * shape.num_tokens;
+  return shape.has_row_per_choice() ? 0 : WordsForRanks(shape.num_ranks) * shape.num_ranks * shape.num_tokens;
 }
 JAX_EP_HD inline int64_t RoutingTableBytes(const Shape& shape) {
   const int64_t R = shape.num_ranks;

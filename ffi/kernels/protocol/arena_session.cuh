@@ -253,18 +253,21 @@ class ArenaSession {
       }
       return all_taken;
     };
+    const auto log_now = [&](int r) {  // a rank does not wait for itself
+      if (log.wait_us != nullptr && r != peers_.rank) log.Write(r, GlobalNanoseconds());
+    };
     const auto take_call = [&](int r) {
       const EpochWord* const words = half().mailbox(peers_.rank, r).call;
       const EpochWord low = LoadRelaxed(&words[0]), high = LoadRelaxed(&words[1]);
       if (!HasEpoch(low, epoch()) || !HasEpoch(high, epoch())) return false;
-      if (log.wait_us != nullptr && r != peers_.rank) log.Write(r, GlobalNanoseconds());
+      log_now(r);
       ArenaOf(peers_, peers_.rank).heard[r] = epoch();
       has_failed |= !IsSameCall(r, high << 32 | NumberOf(low));
       return true;
     };
     if (Await(peers_, [&] { return take_those(take_call); })) return has_failed;
     (void)take_those([&](int r) {
-      if (log.wait_us != nullptr && r != peers_.rank) log.Write(r, GlobalNanoseconds());
+      log_now(r);
       return Miss(r);
     });
     return true;
@@ -372,12 +375,13 @@ class ArenaSession {
   }
 
  private:
-  // The session's state in shared memory, written by one thread at a time.
+  // The session's state in shared memory, written by one thread at a time, except that any thread may add to
+  // `missed`.
   struct State {
     uint32_t epoch;
     Call call;
     Ranks ranks, writable;
-    Ranks missed;        // by threads of the block
+    Ranks missed;        // by threads of the block (Miss)
     bool holds_channel;  // no other call site had claimed it
     bool is_open;        // the result of Open
     bool has_failed;

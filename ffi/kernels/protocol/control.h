@@ -127,7 +127,7 @@ struct Control {
 };
 
 // Returns the size of a rank's control block and its mailboxes.
-JAX_EP_HD inline int64_t ControlBytes(int num_ranks) {
+inline int64_t ControlBytes(int num_ranks) {
   return static_cast<int64_t>(sizeof(Control)) +
          int64_t{kChannels} * num_ranks * static_cast<int64_t>(sizeof(Mailbox));
 }

@@ -95,8 +95,8 @@ struct RankWords {
   }
 };
 
-// Returns how many words hold a group's ranks.
-JAX_EP_HD inline int RankWordsOf(int num_ranks) { return (num_ranks + kRankBits - 1) / kRankBits; }
+// Returns how many words have the bits of a group's ranks.
+JAX_EP_HD inline int WordsForRanks(int num_ranks) { return (num_ranks + kRankBits - 1) / kRankBits; }
 
 // Any ranks of any group.
 using RankSet = RankWords<kMaxRanks / kRankBits>;
