@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   }
   bool has_missed = false;
   if (!kLines && args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitAllSums(args, session, ranks); });
+    session.AgreeOnRanks(log, [&](const auto& ranks) { AwaitAllSums(args, session, ranks); });
   } else if (session.is_leader() && warp == kFewTokensWarps - 1) {
     // This includes ranks that send no row, because a half of the arena may be reused only after all ranks
     // have arrived.

@@ -9,13 +9,13 @@ namespace {
 constexpr int kMetadataBlocks = 4;
 
 // Waits for everything that `ranks` send to this rank, and reads the choices for this into the table, which
-// is built after it. Called by the whole block. Returns true if this thread has missed a rank.
+// is built after it. Called by the whole block.
 template <int kRankWords>
-JAX_EP_RARE bool AwaitAllRows(const PushArgs& args, const ArenaSession<kRankWords> session,
+JAX_EP_RARE void AwaitAllRows(const PushArgs& args, const ArenaSession<kRankWords> session,
                               const RoutingTable table, RankWords<kRankWords> ranks) {
   const Shape& shape = args.shape;
   const int K = shape.top_k, choices = shape.num_tokens * K, me = args.peers.rank;
-  bool has_missed = AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
+  const bool has_missed = AwaitChoices(args, session, ranks, [&](int rank, int word, uint32_t pair) {
     for (int i = 2 * word; i < min(2 * word + 2, choices); ++i, pair >>= 16)
       table.experts[rank * table.stride + i] = static_cast<int16_t>(pair & 0xffff);
   });
@@ -31,9 +31,8 @@ JAX_EP_RARE bool AwaitAllRows(const PushArgs& args, const ArenaSession<kRankWord
     }
     if (!is_expected || !ranks.Has(source)) continue;
     const EpochWord* const arrived = &session.half().mailbox(me, source).arrived[t % shape.num_tokens];
-    if (!session.AwaitWord(arrived)) has_missed = session.Miss(source);
+    if (!session.AwaitWord(arrived)) (void)session.Miss(source);
   }
-  return has_missed;
 }
 
 // Builds the routing table. Then receives rows or, in a metadata block, writes the handle and the counts.
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(kFewTokensThreads, 1)
   }
   bool has_missed = false;
   if (!kLines && args.attendance.masks) {
-    session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitAllRows(args, session, table, ranks); });
+    session.AgreeOnRanks(log, [&](const auto& ranks) { AwaitAllRows(args, session, table, ranks); });
   } else if (session.is_leader()) {
     has_missed = session.AwaitCalls(threadIdx.x, kFewTokensThreads, log);
   }

@@ -255,8 +255,9 @@ __device__ void AddPairs(const Shape& shape, const RoutingTable& table, int32_t*
       atomicAdd(&pairs[source * R + word * kRankBits + __ffs(bits) - 1], 1);
     }
   }
+  if (!shape.has_row_per_choice()) return;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < R * choices && shape.has_row_per_choice(); i += kFewTokensThreads) {
+  for (int i = threadIdx.x; i < R * choices; i += kFewTokensThreads) {
     const int source = i / choices, expert = table.experts[source * table.stride + i - source * choices];
     if (expert >= 0) atomicAdd(&pairs[source * R + shape.rank_of(expert)], 1);
   }

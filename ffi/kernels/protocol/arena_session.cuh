@@ -285,7 +285,7 @@ class ArenaSession {
       (void)AwaitCalls(threadIdx.x, blockDim.x, log);
       bool fails = HasAnyMissed(IsGivenUp(peers_));
       if (!fails) {
-        (void)await_rest(ranks().Without(Missed()));
+        await_rest(ranks().Without(Missed()));
         fails = HasAnyMissed(IsGivenUp(peers_));
       }
       const Ranks missed = Missed();

@@ -15,6 +15,7 @@ namespace jax_ep::cuda {
 template <typename RowsBetween>
 __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* totals, const int32_t* starts,
                              RowsBetween&& rows_between) {
+  constexpr int kLoads = 8;  // in flight per thread
   __shared__ int kept, num_rows;
   const Shape& shape = args.shape;
   const HandleArrays& handle = args.handle;
@@ -25,9 +26,16 @@ __device__ int WriteReceiver(const PushOperands& args, int rank, const int32_t* 
   for (int d = threadIdx.x; d < R; d += blockDim.x) {
     int rows = 0;
 #pragma unroll 1
-    for (int source = 0; source < R; ++source) {
-      rows += rows_between(source, d);
-      if (handle.rank_prefix_matrix != nullptr) handle.rank_prefix_matrix[source * R + d] = rows;
+    for (int first = 0; first < R; first += kLoads) {
+      int rows_of[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) rows_of[i] = first + i < R ? rows_between(first + i, d) : 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        rows += rows_of[i];
+        if (first + i < R && handle.rank_prefix_matrix != nullptr)
+          handle.rank_prefix_matrix[(first + i) * R + d] = rows;
+      }
     }
     if (d == rank) num_rows = rows;
   }

@@ -299,15 +299,14 @@ bool AwaitRow(const ArenaRun& run, const ArenaSession<kRankWords>& session, int 
 
 // Waits for all rows that `ranks` send here, as AwaitAllRows of a dispatch does.
 template <int kRankWords>
-bool AwaitRows(ArenaRun& run, const ArenaSession<kRankWords>& session, RankWords<kRankWords> ranks) {
-  bool has_missed = TakeChoices(run, session, ranks);
+void AwaitRows(ArenaRun& run, const ArenaSession<kRankWords>& session, RankWords<kRankWords> ranks) {
+  const bool has_missed = TakeChoices(run, session, ranks);
   if (session.HasAnyMissed(has_missed)) ranks = ranks.Without(session.Missed());
   for (int t = threadIdx.x; t < run.num_ranks() * run.work.tokens; t += kArenaThreads) {
     const int source = t / run.work.tokens, token = t % run.work.tokens;
     if (!ranks.Has(source) || !Comes(run, source, token)) continue;
-    if (!AwaitRow(run, session, source, token)) has_missed = session.Miss(source);
+    if (!AwaitRow(run, session, source, token)) (void)session.Miss(source);
   }
-  return has_missed;
 }
 
 // Receives rows, one warp each, as ReceiveToken does. Returns true if a rank was missed.
@@ -370,7 +369,7 @@ void ArenaPushKernel(ArenaRun& run) {
     }
     bool has_missed = false;
     if (args.attendance.masks) {
-      session.AgreeOnRanks(log, [&](const auto& ranks) { return AwaitRows(run, session, ranks); });
+      session.AgreeOnRanks(log, [&](const auto& ranks) { AwaitRows(run, session, ranks); });
     } else if (session.is_leader()) {
       has_missed = session.AwaitCalls(threadIdx.x, kArenaThreads, log);
     }
@@ -485,12 +484,10 @@ void ArenaPullKernel(ArenaRun& run) {
     bool has_missed = false;
     if (args.attendance.masks) {
       session.AgreeOnRanks(log, [&](const auto& ranks) {
-        bool has_missed_sums = false;
         for (int t = warp; t < run.work.tokens; t += kArenaWarps) {
-          has_missed_sums |= AwaitSums(run, session, ranks, t, lane);
+          (void)AwaitSums(run, session, ranks, t, lane);
           __syncwarp();
         }
-        return has_missed_sums;
       });
     } else if (session.is_leader() && warp == kArenaWarps - 1) {
       has_missed = session.AwaitCalls(lane, kWarp, log);
