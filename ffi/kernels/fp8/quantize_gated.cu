@@ -38,34 +38,68 @@ __device__ inline Activated Activate(float gate, float up) {
   }
 }
 
-// Returns whether tiles begin with groups. Those of a forward pass need not, unless groups have places of
-// their own, because blocks of its rows do not depend on other rows. Then few rows in many groups need few
-// tiles.
-JAX_EP_HD bool HasTilesOfGroups(const QuantizeGatedParams& params, bool is_backward) {
-  return is_backward || params.rows_per_group > 0;
+constexpr int kFewRows = 1024, kManyRows = 4;
+
+// Converts the activations of a forward pass. Half a warp has kRows rows of a block of 128 columns. Such
+// blocks do not depend on other rows, so that few rows in many groups need few blocks of threads.
+template <Activation kActivation, int kRows>
+__global__ void __launch_bounds__(kTileThreads)
+    QuantizeHiddenKernel(const __grid_constant__ QuantizeGatedParams params) {
+  using Block = Quantized<BF16>;
+  constexpr int kRowsAtOnce = kTileThreads / Block::kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % Block::kLanes, padded = params.rows_per_group;
+  const int64_t width = params.width, column = int64_t{blockIdx.y} * kTile + lane * Block::kElements;
+  const int64_t first = int64_t{blockIdx.x} * kRowsAtOnce * kRows + threadIdx.x / Block::kLanes;
+  const auto* const z = static_cast<const BF16*>(params.z);
+  Piece<BF16> gate[kRows], up[kRows];
+  const auto load = [&](int i) {
+    const BF16* const row = z + (first + i * kRowsAtOnce) * 2 * width + column;
+    gate[i] = Piece<BF16>::Load(row, 0), up[i] = Piece<BF16>::Load(row, width);
+  };
+  // One row is loaded while the rows are counted. More are counted first, because unused ones cost memory
+  // bandwidth.
+  if (kRows == 1 && first < params.num_rows) load(0);
+  const int64_t end =
+      padded > 0 ? params.num_rows : CountRows(params.group_sizes, params.num_groups, params.num_rows);
+  bool is_row[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t row = first + i * kRowsAtOnce;
+    is_row[i] = row < end;
+    if (padded > 0 && is_row[i])
+      is_row[i] = row % padded < SizeOfGroup(params.group_sizes, row / padded, padded);
+    if (kRows > 1 && is_row[i]) load(i);
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (!__any_sync(kAllLanes, is_row[i])) continue;
+    float hidden[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) hidden[j] = Activate<kActivation>(gate[i][j], up[i][j]).value;
+    const uint4 rounded[] = {Piece<BF16>::Of(hidden).bits};
+    const Block block = QuantizeBlock<BF16>(rounded, params.rounds);
+    if (!is_row[i]) continue;
+    const int64_t row = first + i * kRowsAtOnce;
+    *reinterpret_cast<Block::Values*>(params.hidden.values + row * width + column) = block.values[0];
+    if (lane == 0) params.hidden.scales[row * (width / kTile) + blockIdx.y] = block.scale;
+  }
 }
 
-// The tiles that a block holds at once. Of the three tiles of the backward pass, which are made from one
+// The tiles that a block of the backward pass holds at once. Of its three tiles, which are made from one
 // read, the third one replaces the first one. Until then it is in registers.
-constexpr int kForwardTiles = 1, kBackwardTiles = 2;
+constexpr int kHeldTiles = 2;
 
-template <Activation kActivation, bool kBackward>
-__global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
-    QuantizeGatedKernel(const __grid_constant__ QuantizeGatedParams params) {
+// Converts the activations of a backward pass to columns, and the cotangent of z to rows and columns.
+template <Activation kActivation>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    QuantizeCotangentKernel(const __grid_constant__ QuantizeGatedParams params) {
   extern __shared__ uint4 memory[];
   auto* const shared = reinterpret_cast<SharedTile<BF16>*>(memory);
   const TilePart part;
   const int tile = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
-  const TileRows rows = [&] {
-    const int32_t* const sizes = params.group_sizes;
-    if (HasTilesOfGroups(params, kBackward)) {
-      return FindRows(sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
-    }
-    const int64_t num_rows = CountRows(sizes, params.num_groups, params.num_rows);
-    return FindRows(nullptr, 0, 0, static_cast<int>(num_rows), tile);
-  }();
-  // In a backward pass, a group's tile past all rows must be zero, because a product reads it.
-  if (rows.first < 0 || (!kBackward && part.warp * kWarpRows >= rows.count)) return;
+  const TileRows rows =
+      FindRows(params.group_sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
+  if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
   const int64_t width = params.width, first_column = int64_t{block} * kTile + part.first_column();
   const auto* const z = static_cast<const BF16*>(params.z);
   const auto* const d_hidden = static_cast<const BF16*>(params.d_hidden);
@@ -82,7 +116,7 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
       const int64_t row = rows.first + in_tile;
       gate[i] = Piece<BF16>::Load(z, row * 2 * width + first_column);
       up[i] = Piece<BF16>::Load(z, row * 2 * width + width + first_column);
-      if constexpr (kBackward) d_out[i] = Piece<BF16>::Load(d_hidden, row * width + first_column);
+      d_out[i] = Piece<BF16>::Load(d_hidden, row * width + first_column);
     }
 #pragma unroll
     for (int i = 0; i < kLoadedRows; ++i) {
@@ -94,10 +128,8 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
         d_gate[j] = activated.d_gate * d_out[i][j], d_up[j] = activated.d_up * d_out[i][j];
       }
       shared[0].pieces.Set(begin + i, Piece<BF16>::Of(hidden));
-      if constexpr (kBackward) {
-        shared[1].pieces.Set(begin + i, Piece<BF16>::Of(d_gate));
-        d_up_pieces[begin + i] = Piece<BF16>::Of(d_up);
-      }
+      shared[1].pieces.Set(begin + i, Piece<BF16>::Of(d_gate));
+      d_up_pieces[begin + i] = Piece<BF16>::Of(d_up);
     }
   }
 
@@ -114,63 +146,70 @@ __global__ void __launch_bounds__(kTileThreads, kBackward ? 2 : 4)
     if (stores_rows) {
       StoreScaledRows(tile_of.pieces, maxima.of_row, rows.count, results, strides, params.rounds, floor);
     }
-    if (kBackward) StoreScaledColumns(tile_of, maxima, results, strides, params.rounds, floor);
+    StoreScaledColumns(tile_of, maxima, results, strides, params.rounds, floor);
   };
-  convert(shared[0], params.hidden, width, block, !kBackward, kFloorOfRows);
-  if constexpr (kBackward) {
-    convert(shared[1], params.d_z, 2 * width, block, true, params.floor);
-    // The barriers of the second tile came after all reads of the first one.
+  convert(shared[0], params.hidden, width, block, false, kFloorOfRows);
+  convert(shared[1], params.d_z, 2 * width, block, true, params.floor);
+  // The barriers of the second tile came after all reads of the first one.
 #pragma unroll
-    for (int r = 0; r < kPieceRows; ++r) shared[0].pieces.Set(r, d_up_pieces[r]);
-    convert(shared[0], params.d_z, 2 * width, static_cast<int>(width / kTile) + block, true, params.floor);
-  }
+  for (int r = 0; r < kPieceRows; ++r) shared[0].pieces.Set(r, d_up_pieces[r]);
+  convert(shared[0], params.d_z, 2 * width, static_cast<int>(width / kTile) + block, true, params.floor);
 }
 
-// Calls f with the kernel of a call, and the size of its shared memory.
-template <bool kBackward, typename F>
-cudaError_t WithGatedKernel(Activation activation, F&& f) {
-  constexpr int kShared = (kBackward ? kBackwardTiles : kForwardTiles) * sizeof(SharedTile<BF16>);
+// Calls f(std::integral_constant<Activation, ...>()) with an activation.
+template <typename F>
+cudaError_t WithActivation(Activation activation, F&& f) {
   switch (activation) {
     case Activation::kSilu:
-      return f(QuantizeGatedKernel<Activation::kSilu, kBackward>, kShared);
+      return f(std::integral_constant<Activation, Activation::kSilu>());
     case Activation::kGelu:
-      return f(QuantizeGatedKernel<Activation::kGelu, kBackward>, kShared);
+      return f(std::integral_constant<Activation, Activation::kGelu>());
     default:
-      return f(QuantizeGatedKernel<Activation::kClipped, kBackward>, kShared);
+      return f(std::integral_constant<Activation, Activation::kClipped>());
   }
-}
-template <typename F>
-cudaError_t WithGatedKernel(Activation activation, bool is_backward, F&& f) {
-  return is_backward ? WithGatedKernel<true>(activation, f) : WithGatedKernel<false>(activation, f);
 }
 
 }  // namespace
 
 cudaError_t LaunchQuantizeGated(const QuantizeGatedParams& params, cudaStream_t stream) {
-  const bool is_backward = params.d_hidden != nullptr;
-  const int64_t tiles = HasTilesOfGroups(params, is_backward) ? params.num_rows / kTile + params.num_groups
-                                                              : (params.num_rows + kTile - 1) / kTile;
-  const dim3 grid(tiles, params.width / kTile);
-  return WithGatedKernel(params.activation, is_backward, [&](auto kernel, int shared) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    if (error != cudaSuccess) return error;
-    return Launch(kernel, grid, kTileThreads, shared, stream, false, params);
+  const auto blocks = static_cast<unsigned>(params.width / kTile);
+  return WithActivation(params.activation, [&](auto activation) {
+    constexpr Activation kActivation = decltype(activation)::value;
+    if (params.d_hidden != nullptr) {
+      constexpr int kShared = kHeldTiles * sizeof(SharedTile<BF16>);
+      const auto kernel = QuantizeCotangentKernel<kActivation>;
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      if (error != cudaSuccess) return error;
+      const dim3 grid(params.num_rows / kTile + params.num_groups, blocks);
+      return Launch(kernel, grid, kTileThreads, kShared, stream, false, params);
+    }
+    const auto launch = [&](auto kernel, int rows) {  // `rows` of half a warp
+      const int of_block = rows * kTileThreads / Quantized<BF16>::kLanes;
+      const dim3 grid((params.num_rows + of_block - 1) / of_block, blocks);
+      return Launch(kernel, grid, kTileThreads, 0, stream, false, params);
+    };
+    return params.num_rows <= kFewRows ? launch(QuantizeHiddenKernel<kActivation, 1>, 1)
+                                       : launch(QuantizeHiddenKernel<kActivation, kManyRows>, kManyRows);
   });
 }
 
 cudaError_t PreloadQuantizeGated() {
-  cudaError_t error = cudaSuccess;
+  const auto load = [](auto... kernels) {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaSuccess;
+    ((error = error == cudaSuccess ? cudaFuncGetAttributes(&attributes, kernels) : error), ...);
+    return error;
+  };
   for (Activation activation : {Activation::kSilu, Activation::kGelu, Activation::kClipped}) {
-    for (bool is_backward : {false, true}) {
-      if (error != cudaSuccess) return error;
-      error = WithGatedKernel(activation, is_backward, [](auto kernel, int) {
-        cudaFuncAttributes attributes;
-        return cudaFuncGetAttributes(&attributes, kernel);
-      });
-    }
+    const cudaError_t error = WithActivation(activation, [&](auto which) {
+      constexpr Activation kActivation = decltype(which)::value;
+      return load(QuantizeHiddenKernel<kActivation, 1>, QuantizeHiddenKernel<kActivation, kManyRows>,
+                  QuantizeCotangentKernel<kActivation>);
+    });
+    if (error != cudaSuccess) return error;
   }
-  return error;
+  return cudaSuccess;
 }
 
 }  // namespace jax_ep::cuda
