@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._experts.activations import OF_KERNELS, Gated
 from jax_ep._experts.choice import choose_engine
 from jax_ep._experts.engine import Factors, Options, Product
 from jax_ep._experts.products import fp8_weight_gradient
@@ -179,6 +180,25 @@ def test_fused_activations_in_fp8_agree_with_functions(activation):
         for one in (activation, ACTIVATIONS[activation])
     )
     assert_near(got, want, 5e-3)
+
+
+@ONLY_GPU
+@pytest.mark.parametrize("rows_per_group", [0, 41])
+@pytest.mark.parametrize("activation", OF_KERNELS)
+def test_fused_activations_of_many_rows_are_those_of_few(activation, rows_per_group):
+    sizes = np.random.default_rng(0).integers(0, 42, 100, np.int32)
+    z = jnp.asarray(8 * floats((41 * len(sizes), 2 * F)), jnp.bfloat16)
+
+    def convert(z, sizes, rows_per_group=0):
+        engine = choose_engine(None, Options(rows_per_group=rows_per_group))
+        return jax.device_get(jax.jit(engine.activate_fp8)(Gated(z, None, sizes, activation)))
+
+    few = [convert(part, np.array([len(part)], np.int32)) for part in jnp.split(z, 10)]
+    is_row = np.arange(41) < sizes[:, None] if rows_per_group else np.arange(len(z)) < sizes.sum()
+    is_row = is_row.ravel()
+    got = convert(z, sizes, rows_per_group)
+    assert same_bits(got.values[is_row], np.concatenate([q.values for q in few])[is_row])
+    assert same_bits(got.scales[is_row], np.concatenate([q.scales for q in few])[is_row])
 
 
 @pytest.mark.one_jax

@@ -38,7 +38,8 @@ __device__ inline Activated Activate(float gate, float up) {
   }
 }
 
-constexpr int kFewRows = 1024, kManyRows = 4;
+constexpr int kFewRows = 1024;  // up to here the forward pass takes more threads, of one row each
+constexpr int kManyRows = 4;    // of a thread otherwise
 
 // Converts the activations of a forward pass. Half a warp has kRows rows of a block of 128 columns. Such
 // blocks do not depend on other rows, so that few rows in many groups need few blocks of threads.
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kTileThreads)
     QuantizeHiddenKernel(const __grid_constant__ QuantizeGatedParams params) {
   using Block = Quantized<BF16>;
   constexpr int kRowsAtOnce = kTileThreads / Block::kLanes;
-  const int lane = static_cast<int>(threadIdx.x) % Block::kLanes, padded = params.rows_per_group;
+  const int lane = static_cast<int>(threadIdx.x) % Block::kLanes, rows_per_group = params.rows_per_group;
   const int64_t width = params.width, column = int64_t{blockIdx.y} * kTile + lane * Block::kElements;
   const int64_t first = int64_t{blockIdx.x} * kRowsAtOnce * kRows + threadIdx.x / Block::kLanes;
   const auto* const z = static_cast<const BF16*>(params.z);
@@ -56,18 +57,19 @@ __global__ void __launch_bounds__(kTileThreads)
     const BF16* const row = z + (first + i * kRowsAtOnce) * 2 * width + column;
     gate[i] = Piece<BF16>::Load(row, 0), up[i] = Piece<BF16>::Load(row, width);
   };
-  // One row is loaded while the rows are counted. More are counted first, because unused ones cost memory
-  // bandwidth.
+  // A single row is loaded before the rows are counted, which takes as long. Several are loaded after that,
+  // because loads of unused rows cost memory bandwidth.
   if (kRows == 1 && first < params.num_rows) load(0);
-  const int64_t end =
-      padded > 0 ? params.num_rows : CountRows(params.group_sizes, params.num_groups, params.num_rows);
+  const int64_t end = rows_per_group > 0 ? params.num_rows
+                                         : CountRows(params.group_sizes, params.num_groups, params.num_rows);
   bool is_row[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int64_t row = first + i * kRowsAtOnce;
     is_row[i] = row < end;
-    if (padded > 0 && is_row[i])
-      is_row[i] = row % padded < SizeOfGroup(params.group_sizes, row / padded, padded);
+    if (rows_per_group > 0 && is_row[i])
+      is_row[i] =
+          row % rows_per_group < SizeOfGroup(params.group_sizes, row / rows_per_group, rows_per_group);
     if (kRows > 1 && is_row[i]) load(i);
   }
 #pragma unroll
