@@ -7,9 +7,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <stdexcept>
+
 #include "handlers/cpu/context.h"
 #include "handlers/cpu/handlers.h"
 #include "runtime/groups.h"
+#include "runtime/processes.h"
 #include "runtime/switches.h"
 
 #if defined(JAX_EP_WITH_CUDA)
@@ -19,7 +23,6 @@
 #include "runtime/gpu/gpus.h"
 #include "runtime/gpu/peers.h"
 #include "runtime/gpu/regions.h"
-#include "runtime/watch.h"
 #endif
 #if defined(JAX_EP_WITH_NCCL)
 #include "runtime/net/rails.h"
@@ -128,12 +131,40 @@ nb::dict GpuTypes() {
 // addresses, process.
 std::string OpenDeviceRanks(const std::string& key,
                             const std::vector<std::tuple<int64_t, uint64_t, int64_t, int>>& ranks,
-                            int num_ranks, int meeting) {
+                            int num_ranks) {
   std::vector<RankMemory> memory;
   for (const auto& [device, control, shift, process] : ranks) {
     memory.push_back({device, control, shift, process});
   }
-  return OpenDeviceGroup(key, memory, num_ranks, meeting);
+  return OpenDeviceGroup(key, memory, num_ranks);
+}
+
+FabricHandle HandleOf(const nb::bytes& bytes) {
+  FabricHandle handle{};
+  if (bytes.size() != handle.size()) throw std::invalid_argument("a fabric handle has 64 bytes");
+  std::memcpy(handle.data(), bytes.data(), handle.size());
+  return handle;
+}
+
+nb::bytes ExportFabricBytes(uint64_t address, int64_t device) {
+  FabricHandle handle;
+  {
+    nb::gil_scoped_release unlocked;
+    handle = ExportFabricRegion(address, device);
+  }
+  return nb::bytes(handle.data(), handle.size());
+}
+
+uint64_t ImportFabricBytes(const nb::bytes& bytes, uint64_t size, const std::vector<int64_t>& devices) {
+  const FabricHandle handle = HandleOf(bytes);
+  nb::gil_scoped_release unlocked;
+  return ImportFabricRegion(handle, size, devices);
+}
+
+void TryFabricBytes(const nb::bytes& bytes, int64_t device) {
+  const FabricHandle handle = HandleOf(bytes);
+  nb::gil_scoped_release unlocked;
+  TryFabricHandle(handle, device);
 }
 
 bool HasExpired(const std::string& key) {
@@ -207,12 +238,12 @@ std::pair<std::string, std::string> FindNcclVersion() {
   return {nccl == nullptr ? "" : NcclVersionText(version), reason};
 }
 
-// `rails` holds ordinal, number of the host and id of the rail for each device of this process.
+// `rails` holds ordinal, number of the domain and id of the rail for each device of this process.
 std::string ConnectRails(const std::string& key,
-                         const std::vector<std::tuple<int64_t, int, std::string>>& rails, int num_hosts) {
+                         const std::vector<std::tuple<int64_t, int, std::string>>& rails, int num_domains) {
   std::vector<RailDevice> devices;
-  for (const auto& [device, host, id] : rails) devices.push_back({device, host, id});
-  return BeginRails(key)->Connect(devices, num_hosts);
+  for (const auto& [device, domain, id] : rails) devices.push_back({device, domain, id});
+  return BeginRails(key)->Connect(devices, num_domains);
 }
 
 std::string AllocateRails(const std::string& key) { return FindPendingRails(key)->Allocate(); }
@@ -230,8 +261,8 @@ std::string DescribeRailFailure(const std::string& key) {
 #endif
 
 void OpenMeshGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices,
-                   int num_ranks, bool relays_for_other_hosts, double timeout_s, int num_sms) {
-  OpenGroup(key, name, std::move(devices), num_ranks, relays_for_other_hosts, {timeout_s, num_sms});
+                   int num_ranks, bool relays_for_other_domains, double timeout_s, int num_sms) {
+  OpenGroup(key, name, std::move(devices), num_ranks, relays_for_other_domains, {timeout_s, num_sms});
 #if defined(JAX_EP_WITH_CUDA)
   if (const auto peers = FindDevicePeers(key)) peers->Configure(name, timeout_s);
 #endif
@@ -276,7 +307,7 @@ NB_MODULE(_C, m) {
   m.def("cpu_types", &CpuTypes, "FFI state types for the CPU");
   m.def("build_info", &BuildInfo, "Returns how this extension was built");
   m.def("open_group", &OpenMeshGroup, nb::arg("key"), nb::arg("name"), nb::arg("devices"),
-        nb::arg("num_ranks"), nb::arg("relays_for_other_hosts"), nb::arg("timeout_s"), nb::arg("num_sms"),
+        nb::arg("num_ranks"), nb::arg("relays_for_other_domains"), nb::arg("timeout_s"), nb::arg("num_sms"),
         "Opens a group, or adds a user to it");
   m.def("close_group", &CloseGroup, nb::arg("key"), "Drops one user. The last one closes the group");
   m.def("take_expired", &TakeExpired, nb::arg("key"),
@@ -285,11 +316,11 @@ NB_MODULE(_C, m) {
   m.def("cuda_types", &GpuTypes, "FFI state types for GPUs");
 #if defined(JAX_EP_WITH_CUDA)
   m.def("open_device_group", &OpenDeviceRanks, nb::arg("key"), nb::arg("ranks"), nb::arg("num_ranks"),
-        nb::arg("meeting"), Unlocked(), "Prepares the GPUs of a group. Returns an error, empty on success");
-  m.def("host_meeting_bytes", &HostMeeting::Bytes, nb::arg("total_ranks"),
-        "Returns the size of the memory in which a group's processes meet on the host");
+        Unlocked(), "Prepares the GPUs of a group. Returns an error, empty on success");
   m.def("watch_process", &WatchProcess, nb::arg("process"), nb::arg("descriptor"), Unlocked(),
-        "Takes over a connected socket whose end of file means that the process has ended");
+        "Takes over a connected socket on which another process sends, and whose end of file means its end");
+  m.def("add_watcher", &AddWatcher, nb::arg("process"), nb::arg("descriptor"), Unlocked(),
+        "Adds a connected socket whose other end watches this process. The caller keeps it");
   m.def("has_expired", &HasExpired, nb::arg("key"),
         "Returns whether an op of the group failed since its last reset");
   m.def("last_epoch", &LastEpoch, nb::arg("key"), Unlocked(),
@@ -305,6 +336,12 @@ NB_MODULE(_C, m) {
   m.def("import_region", &ImportRegion, nb::arg("descriptor"), nb::arg("bytes"), nb::arg("devices"),
         Unlocked(),
         "Maps another process's allocation for GPUs of this one. Returns its base in this process");
+  m.def("export_fabric_region", &ExportFabricBytes, nb::arg("address"), nb::arg("device"),
+        "Returns a fabric handle of that allocation, which GPUs of other hosts can map");
+  m.def("import_fabric_region", &ImportFabricBytes, nb::arg("handle"), nb::arg("bytes"), nb::arg("devices"),
+        "Maps another host's allocation, as import_region");
+  m.def("try_fabric_handle", &TryFabricBytes, nb::arg("handle"), nb::arg("device"),
+        "Raises unless the GPU's host is in the NVLink domain of a fabric handle");
   m.def("describe_gpus", &DescribeGpus, nb::arg("ordinals"), nb::arg("samples"),
         "Returns names, links and memory of GPUs. samples are addresses of arrays, one on each GPU");
   m.def("fits_arena", &GroupFitsArena, nb::arg("key"), nb::arg("combines"), nb::arg("by_expert"),
@@ -317,8 +354,8 @@ NB_MODULE(_C, m) {
   m.def("nccl_version", &FindNcclVersion,
         "Returns the version of the NCCL that JAX has loaded, empty with a reason if hops cannot use it");
   m.def("rail_id", &MakeRailId, Unlocked(), "Returns an id by which the ranks of a rail find each other");
-  m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("rails"), nb::arg("num_hosts"), Unlocked(),
-        "Connects this process's devices with those of other hosts. Returns an error, empty on success");
+  m.def("connect_rails", &ConnectRails, nb::arg("key"), nb::arg("rails"), nb::arg("num_domains"), Unlocked(),
+        "Connects this process's devices with those of other domains. Returns an error, empty on success");
   m.def("allocate_rails", &AllocateRails, nb::arg("key"), Unlocked(),
         "Allocates the windows and loads the kernel. Returns an error, empty on success");
   m.def("register_rails", &RegisterRails, nb::arg("key"), Unlocked(),

@@ -26,10 +26,10 @@ struct TopkIds {
 
 struct LayoutParams {
   Shape shape;
-  int32_t ranks_per_node;
+  int32_t ranks_per_domain;
   TopkIds topk_idx;
   int32_t* num_tokens_per_rank;    // [R]
-  int32_t* num_tokens_per_node;    // [R / ranks_per_node]
+  int32_t* num_tokens_per_domain;  // [R / ranks_per_domain]
   int32_t* num_tokens_per_expert;  // [E]
   bool* is_token_in_rank;          // [T, R]
 };

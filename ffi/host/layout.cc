@@ -8,9 +8,9 @@ namespace jax_ep::host {
 
 void Layout(const LayoutParams& params) {
   const Shape& shape = params.shape;
-  const int32_t num_nodes = shape.num_ranks / params.ranks_per_node;
+  const int32_t num_nodes = shape.num_ranks / params.ranks_per_domain;
   std::fill_n(params.num_tokens_per_rank, shape.num_ranks, 0);
-  std::fill_n(params.num_tokens_per_node, num_nodes, 0);
+  std::fill_n(params.num_tokens_per_domain, num_nodes, 0);
   std::fill_n(params.num_tokens_per_expert, shape.num_experts, 0);
 
   std::vector<int32_t> experts(shape.top_k);
@@ -28,9 +28,9 @@ void Layout(const LayoutParams& params) {
     for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
       if (!in_rank[rank]) continue;
       ++params.num_tokens_per_rank[rank];
-      on_node[rank / params.ranks_per_node] = 1;
+      on_node[rank / params.ranks_per_domain] = 1;
     }
-    for (int32_t node = 0; node < num_nodes; ++node) params.num_tokens_per_node[node] += on_node[node];
+    for (int32_t node = 0; node < num_nodes; ++node) params.num_tokens_per_domain[node] += on_node[node];
   }
 }
 

@@ -86,8 +86,8 @@ std::optional<std::string> Group::TakeLateHops() {
     late += Text(late.empty() ? "" : ", ", position.second, " of list ", position.first + 1);
   }
   if (late.empty()) return std::nullopt;
-  return Text("hop between hosts: of group ", name_, ", rank(s) ", late,
-              " did not hear from the other hosts within ", options_.timeout_s,
+  return Text("hop between domains: of group ", name_, ", rank(s) ", late,
+              " did not hear from the other domains within ", options_.timeout_s,
               " s. A process there has ended, hangs or has not reached the same op. The error of the program "
               "is what JAX's collectives reported. This process should end, because JAX's collectives do not "
               "work any more. If ranks are only slow, raise Group(timeout_s=...).");
@@ -98,12 +98,12 @@ std::string ListName(const std::string& name, int index, int count) {
 }
 
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               bool relays_for_other_hosts, const Group::Options& options) {
+               bool relays_for_other_domains, const Group::Options& options) {
   Registry& registry = GetRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   Entry& entry = registry.groups[key];
   if (entry.users++ == 0) {
-    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks, relays_for_other_hosts);
+    entry.group = std::make_shared<Group>(key, name, std::move(devices), num_ranks, relays_for_other_domains);
   }
   entry.group->set_options(options);
 }

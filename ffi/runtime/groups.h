@@ -21,15 +21,15 @@ std::string ListName(const std::string& name, int index, int count);
 class Group {
  public:
   // `devices` are device ids in rank order, one independent group after another. Devices of other processes
-  // are -1. `num_ranks` devices make one group. `relays_for_other_hosts` is true if the ranks are those of
-  // one host and relay rows that came from other hosts.
+  // are -1. `num_ranks` devices make one group. `relays_for_other_domains` is true if the ranks are those of
+  // one domain and relay rows that came from other domains.
   Group(std::string key, std::string name, std::vector<int64_t> devices, int num_ranks,
-        bool relays_for_other_hosts)
+        bool relays_for_other_domains)
       : key_(std::move(key)),
         name_(std::move(name)),
         devices_(std::move(devices)),
         num_ranks_(num_ranks),
-        relays_for_other_hosts_(relays_for_other_hosts) {}
+        relays_for_other_domains_(relays_for_other_domains) {}
 
   const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
@@ -37,7 +37,7 @@ class Group {
     return jax_ep::ListName(name_, index, static_cast<int>(devices_.size()) / num_ranks_);
   }
   int num_ranks() const { return num_ranks_; }
-  bool relays_for_other_hosts() const { return relays_for_other_hosts_; }
+  bool relays_for_other_domains() const { return relays_for_other_domains_; }
 
   // Position of a device: the index of its group among the mesh's independent groups, and its rank in it.
   struct Position {
@@ -64,8 +64,8 @@ class Group {
   double timeout_s() const { return options().timeout_s; }
   void set_options(const Options& options);
 
-  // Records that one of JAX's collectives between hosts begins or ends at a position. A collective that fails
-  // does not end.
+  // Records that one of JAX's collectives between domains begins or ends at a position. A collective that
+  // fails does not end.
   void BeginHop(const Position& position, int64_t run_id);
   void EndHop(const Position& position, int64_t run_id);
 
@@ -87,7 +87,7 @@ class Group {
   const std::string name_;
   const std::vector<int64_t> devices_;
   const int num_ranks_;
-  const bool relays_for_other_hosts_;
+  const bool relays_for_other_domains_;
   std::atomic<bool> is_open_{true};
   mutable std::mutex mutex_;
   Options options_{300.0, 0};
@@ -97,7 +97,7 @@ class Group {
 
 // Opens a group or adds a user to it. `key` stands for its content.
 void OpenGroup(const std::string& key, const std::string& name, std::vector<int64_t> devices, int num_ranks,
-               bool relays_for_other_hosts, const Group::Options& options);
+               bool relays_for_other_domains, const Group::Options& options);
 // Drops one user. The last one closes the group.
 void CloseGroup(const std::string& key);
 // Returns an open group, null if there is none.

@@ -12,7 +12,7 @@ bool PlainCopies();
 // Returns whether JAX_EP_NO_ARENA=1: ops of few tokens or short rows take the path of large ops.
 bool NoArena();
 
-// Returns whether JAX_EP_NO_RAILS=1: hops between hosts use XLA's collectives even if NCCL's device API
+// Returns whether JAX_EP_NO_RAILS=1: hops between domains use XLA's collectives even if NCCL's device API
 // works.
 bool NoRails();
 

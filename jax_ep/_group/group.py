@@ -14,7 +14,7 @@ import numpy as np
 from jax_ep import _checks, _extension
 from jax_ep._checks import Arguments
 from jax_ep._extension import Device, Extension
-from jax_ep._group import cpu_threads, handshake, hosts, memory, nccl, options
+from jax_ep._group import cpu_threads, domains, handshake, memory, nccl, options
 from jax_ep._group.options import Options
 from jax_ep._group.ranks import Ranks
 
@@ -55,19 +55,20 @@ class GroupInfo:
     Attributes:
       implementation: "ffi" or "xla". The group's ops use it if their `implementation` is None.
       reason: the reason for a fallback, otherwise empty. With implementation "xla": why the handlers cannot
-        be used. With "ffi" on GPUs of several hosts: why NCCL's device API cannot be used between them.
+        be used. With "ffi" on GPUs of several domains: why NCCL's device API cannot be used between them.
       device_bytes: bytes of JAX's memory that the group occupies on each device.
-      ranks_per_node: number of ranks that share a host. If it is smaller than the group's size, rows make two
-        hops: one between hosts, and one within the host, which uses `implementation`.
-      between_hosts: how rows travel between hosts: "nccl" is a kernel on NCCL's device API (GIN), "xla" is
-        XLA's collectives. None if all ranks share one host.
+      ranks_per_domain: number of ranks that share a domain: a host, several hosts that NVLink joins, or on
+        CPUs a process. If it is smaller than the group's size, rows make two hops: one between domains, and
+        one within the domain, which uses `implementation`.
+      between_domains: how rows travel between domains: "nccl" is a kernel on NCCL's device API (GIN), "xla"
+        is XLA's collectives. None if all ranks share one domain.
     """
 
     implementation: Literal["ffi", "xla"]
     reason: str
     device_bytes: int
-    ranks_per_node: int
-    between_hosts: Literal["nccl", "xla"] | None
+    ranks_per_domain: int
+    between_domains: Literal["nccl", "xla"] | None
 
 
 class PeerTimeoutError(TimeoutError):
@@ -84,7 +85,7 @@ class Group:
     independent groups of ranks, one for each index along the other axes. A `Group` stands for all of them.
 
     Groups are static and hashable, so jitted code can close over one. Two groups are equal if they have the
-    same devices in the same order, the same axis names and the same number of ranks per host. Equal groups
+    same devices in the same order, the same axis names and the same number of ranks per domain. Equal groups
     share their state, `timeout_s` and `num_sms` until the last of them is closed. A group that is given
     another value than an equal, open group was given changes it for all of them, with a UserWarning. A group
     is open until it is closed, even without references. Ops on a closed group raise RuntimeError.
@@ -95,10 +96,11 @@ class Group:
       axis_name: the name of a mesh axis, or several names in row-major order. Arrays that are sharded over
         the ranks, such as the experts' weights, must name the axes in the same order: P(("a", "b")) for
         ("a", "b").
-      ranks_per_node: number of consecutive ranks per host. None: detect it (on CPUs a process counts as a
-        host). A number smaller than the real one simulates several hosts on one, or serves hosts whose GPUs
-        cannot all reach each other. With several hosts, a token travels to each host only once, through XLA's
-        collectives or NCCL's device API, and from there to the ranks that need it (docs/multi_process.md).
+      ranks_per_domain: number of consecutive ranks per domain. None: detect it. On CPUs a process is a
+        domain. On GPUs a host is, or several hosts that NVLink joins (docs/multi_process.md). A number
+        smaller than the real one simulates several domains, or serves hosts whose GPUs cannot all reach each
+        other. With several domains, a token travels to each domain only once, through XLA's collectives or
+        NCCL's device API, and from there to the ranks that need it.
       timeout_s: seconds that a rank waits for its peers before it gives up. None: keep the value of an equal
         group that is open, if any, otherwise 300. A rank is also late if it compiles longer than the others,
         writes a checkpoint or is stopped in a debugger, so the default is long. `float("inf")` means ten
@@ -111,16 +113,16 @@ class Group:
 
     Raises:
       ValueError: the mesh is empty; an axis is not in the mesh or named twice; `timeout_s` is not positive;
-        `num_sms` is less than 2 or too large; `ranks_per_node` does not divide the number of ranks.
-      TypeError: the mesh has no devices; `timeout_s` is not a number; `num_sms` or `ranks_per_node` is not an
-        int.
+        `num_sms` is less than 2 or too large; `ranks_per_domain` does not divide the number of ranks.
+      TypeError: the mesh has no devices; `timeout_s` is not a number; `num_sms` or `ranks_per_domain` is not
+        an int.
       PeerTimeoutError: the group spans processes, and another process did not make the group within
         `timeout_s` (at least a minute), or earlier programs did not end. Exit the process in this case.
 
     If GPUs of several processes (`jax.distributed`) form a group, all processes that own devices of the mesh
     must make the same groups in the same order, because they exchange the addresses of their memory
     (docs/multi_process.md). After a failure (`check`), all processes must make the group again. From then on,
-    rows between hosts travel through JAX's collectives, even if NCCL's device API was used before.
+    rows between domains travel through JAX's collectives, even if NCCL's device API was used before.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Group:
         mesh: jax.sharding.Mesh,
         axis_name: str | tuple[str, ...] | list[str],
         *,
-        ranks_per_node: int | None = None,
+        ranks_per_domain: int | None = None,
         timeout_s: float | None = None,
         num_sms: int | None = None,
     ):
@@ -139,13 +141,13 @@ class Group:
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         devices = mesh.devices.transpose(order).reshape(-1, size)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-        per_host, reason = self._find_ranks_per_host(devices, ranks_per_node, requested.seconds)
-        self._ranks = _ranks(self, names, axes, devices, per_host)
+        per_domain, reason = self._find_ranks_per_domain(devices, ranks_per_domain, requested.seconds)
+        self._ranks = _ranks(self, names, axes, devices, per_domain)
         self._timeout_s = options.resolve(self._opened.key, requested).seconds
         self._closed = False
         # Why the group cannot use FFI handlers. Empty if it can.
         self._setup_error = reason if self._ranks.within is None else ""
-        # Why rows between hosts of GPUs do not use NCCL's device API. Empty if they do.
+        # Why rows between domains of GPUs do not use NCCL's device API. Empty if they do.
         self._rails_error = ""
         if self._ranks.platform == "cpu":
             cpu_threads.check([d for d in devices.flat if d.process_index == jax.process_index()])
@@ -157,7 +159,7 @@ class Group:
         if self._ranks.within is not None and self._ranks.platform == "gpu":
             self._rails_error = self._open_rails(devices, self._timeout_s)
             if not self._rails_error:
-                rails = nccl.key_of(devices, per_host)
+                rails = nccl.key_of(devices, per_domain)
                 self._ranks = dataclasses.replace(self._ranks, rails=rails)
 
     @property
@@ -166,11 +168,11 @@ class Group:
         return self._ranks.within or self._ranks
 
     @staticmethod
-    def _find_ranks_per_host(devices: np.ndarray, forced: object, timeout_s: float) -> tuple[int, str]:
+    def _find_ranks_per_domain(devices: np.ndarray, forced: object, timeout_s: float) -> tuple[int, str]:
         if forced is not None:
-            return hosts.forced_ranks_per_host(forced, devices.shape[1]), ""
+            return domains.forced_ranks_per_domain(forced, devices.shape[1]), ""
         try:
-            return hosts.find_ranks_per_host(devices, max(timeout_s, handshake.LEAST_S))
+            return domains.find_ranks_per_domain(devices, max(timeout_s, handshake.LEAST_S))
         except handshake.SetupTimeout as error:
             raise PeerTimeoutError(str(error)) from None
 
@@ -195,7 +197,7 @@ class Group:
             (d.local_hardware_id if on_gpu else d.id) if d.process_index == jax.process_index() else -1
             for d in devices
         ]
-        relays_for_other_hosts = self._opened.index_groups is not None and self._opened.size > 1
+        relays_for_other_domains = self._opened.index_groups is not None and self._opened.size > 1
         with options.lock:
             shared = options.add_user(self._opened.key, requested)
             module.open_group(
@@ -203,7 +205,7 @@ class Group:
                 self._opened.name,
                 ordinals,
                 self._opened.size,
-                relays_for_other_hosts,
+                relays_for_other_domains,
                 shared.seconds,
                 shared.num_sms or 0,
             )
@@ -247,7 +249,7 @@ class Group:
             else (-1, 0, 0, device.process_index)
             for device in devices
         ]
-        return module.open_device_group(key, ranks, size, -1)
+        return module.open_device_group(key, ranks, size)
 
     @property
     def size(self) -> int:
@@ -260,9 +262,9 @@ class Group:
         return self._ranks.axis_name
 
     @property
-    def ranks_per_node(self) -> int:
-        """Number of ranks that share a host: all of them, or a divisor of their number."""
-        return self._ranks.ranks_per_host
+    def ranks_per_domain(self) -> int:
+        """Number of ranks that share a domain: all of them, or a divisor of their number."""
+        return self._ranks.ranks_per_domain
 
     def info(self) -> GroupInfo:
         """Returns the implementation that this group uses, and the memory that it occupies."""
@@ -271,12 +273,12 @@ class Group:
         module = _extension.extension()
         between = None if self._ranks.within is None else "nccl" if self._ranks.rails else "xla"
         if reason or module is None:
-            return GroupInfo("xla", reason, 0, self.ranks_per_node, between)
+            return GroupInfo("xla", reason, 0, self.ranks_per_domain, between)
         size = module.group_bytes(self._opened.size) if self._ranks.platform == "gpu" else 0
         if self._resolve(None) == "xla":
-            return GroupInfo("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_node, between)
-        reason = self._rails_error and f"rows between hosts use XLA's collectives: {self._rails_error}"
-        return GroupInfo("ffi", reason, size, self.ranks_per_node, between)
+            return GroupInfo("xla", "JAX_EP_IMPLEMENTATION=xla", size, self.ranks_per_domain, between)
+        reason = self._rails_error and f"rows between domains use XLA's collectives: {self._rails_error}"
+        return GroupInfo("ffi", reason, size, self.ranks_per_domain, between)
 
     def check(self) -> None:
         """Raises `PeerTimeoutError` if an op of this group has failed.
@@ -285,10 +287,10 @@ class Group:
         at the same time as another op of its channel.
 
         It does not wait for running ops, so call it when results are ready (`jax.block_until_ready`). On CPUs
-        of several hosts it also names ranks whose hop between hosts has lasted longer than `timeout_s`; their
-        results may never be ready. On the CPU the first failure since the last call is raised, once. On GPUs
-        every call raises it until the `Group` is created again, except if ranks reached different ops at a
-        first call. They then refuse that call alone, and it is raised once.
+        of several domains it also names ranks whose hop between domains has lasted longer than `timeout_s`;
+        their results may never be ready. On the CPU the first failure since the last call is raised, once. On
+        GPUs every call raises it until the `Group` is created again, except if ranks reached different ops at
+        a first call. They then refuse that call alone, and it is raised once.
         """
         self._require_open("check")
         module = _extension.extension()
@@ -373,7 +375,7 @@ class Group:
         ranks = self._opened
         reason = _extension.reason_against_ffi(ranks.platform) or self._setup_error
         if not reason and ranks.spans_processes and ranks.platform != "gpu":
-            return "on CPUs the ranks of a host must live in one process"
+            return "on CPUs the ranks of a domain must live in one process"
         return reason
 
 
@@ -382,9 +384,9 @@ def _ranks(
     axis_name: str | tuple[str, ...],
     axes: tuple[str, ...],
     devices: np.ndarray,
-    per_host: int,
+    per_domain: int,
 ) -> Ranks:
-    """Returns the ranks of a group of devices [lists of ranks, R], of which `per_host` share a host."""
+    """Returns the ranks of a group of devices [lists of ranks, R], of which `per_domain` share a domain."""
 
     def describe(devices: np.ndarray, key: str, name: str) -> Ranks:
         platform = devices.flat[0].platform
@@ -404,13 +406,13 @@ def _ranks(
         )
 
     size = devices.shape[1]
-    if per_host == size:
+    if per_domain == size:
         return describe(devices, "", "")
-    index_groups = tuple(tuple(range(first, first + per_host)) for first in range(0, size, per_host))
-    key = f":within each of {len(index_groups)} hosts"
-    within = describe(devices.reshape(-1, per_host), key, ", one group per host")
+    index_groups = tuple(tuple(range(first, first + per_domain)) for first in range(0, size, per_domain))
+    key = f":within each of {len(index_groups)} domains"
+    within = describe(devices.reshape(-1, per_domain), key, ", one group per domain")
     within = dataclasses.replace(within, index_groups=index_groups)
-    whole = describe(devices, f":{per_host} ranks a host", f", ranks_per_node={per_host}")
+    whole = describe(devices, f":{per_domain} ranks a domain", f", ranks_per_domain={per_domain}")
     return dataclasses.replace(whole, within=within)
 
 

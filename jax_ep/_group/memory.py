@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jax_ep._extension import Device, Extension
-from jax_ep._group import descriptors, handshake
+from jax_ep._group import connections, handshake
 from jax_ep._group.handshake import Message
 
 # Control blocks.
@@ -80,11 +80,7 @@ _settled: dict[str, str] = {}
 
 
 class _Setup:
-    """One process's part of the set-up of a group.
-
-    The leader, the process with the lowest index, provides the memory of the host meeting, in which the ranks
-    wait for each other before the first call of an op.
-    """
+    """One process's part of the set-up of a group."""
 
     def __init__(
         self, module: Extension, key: str, devices: Sequence[Device], num_ranks: int, limit_s: float
@@ -98,11 +94,11 @@ class _Setup:
         self.process = jax.process_index()
         self.local_devices = [device for device in devices if device.process_index == self.process]
         self.other_processes = sorted({device.process_index for device in devices} - {self.process})
-        self.leader = min(device.process_index for device in devices)
         self.cleanup = contextlib.ExitStack()
         self.controls: dict[int, int] = {}
+        # Processes of other hosts. Known after the first step.
+        self.far: set[int] = set()
         self.messages: dict[int, Message] = {}
-        self.meeting = -1
 
     def run_step(
         self, step: str, work: Callable[[], Message | None], limit_factor: int = 1
@@ -121,7 +117,10 @@ class _Setup:
         }
 
     def offer(self, reserve_control_blocks: Callable[[], dict[int, int]]) -> Message:
-        """Exports this process's memory, and serves it to the other processes. Returns where it lies."""
+        """Exports this process's memory, and serves it to the other processes of this host.
+
+        Returns where it lies, and how processes of other hosts reach it.
+        """
         self.controls = reserve_control_blocks()
         served: list[int] = []
         self.cleanup.callback(lambda: [os.close(descriptor) for descriptor in served])
@@ -130,38 +129,42 @@ class _Setup:
             address, ordinal = self.controls[device.id], device.local_hardware_id
             base, size = self.module.region_of(address, ordinal)
             served.append(self.module.export_region(address, ordinal))
-            memory.append((device.id, address, base, size))
-        if self.process == self.leader:
-            self.meeting = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
-            served.append(self.meeting)
-            os.ftruncate(self.meeting, self.module.host_meeting_bytes(len(self.all_devices)))
-        socket = self.cleanup.enter_context(descriptors.serving(served, len(self.other_processes)))
-        return {"memory": memory, "socket": socket}
+            fabric = self.module.export_fabric_region(address, ordinal).hex() if self.far else ""
+            memory.append((device.id, address, base, size, fabric))
+        socket = connections.serving(
+            served, len(self.other_processes), self.module, to_other_hosts=bool(self.far)
+        )
+        return {"memory": memory, "socket": self.cleanup.enter_context(socket)}
 
     def fetch(self) -> None:
-        """Maps the memory of other processes that is not mapped yet, and receives that of the meeting."""
+        """Maps the memory of other processes that is not mapped yet, and begins to watch them."""
         platform = self.local_devices[0].platform
         ordinals = [device.local_hardware_id for device in jax.local_devices(backend=platform)]
         for process in self.other_processes:
-            memory, has_meeting = self.messages[process]["memory"], process == self.leader
-            is_mapped = all((process, device_id, base) in _mapped for device_id, _, base, _ in memory)
-            if is_mapped and not has_meeting and descriptors.is_watched(process):
-                continue
-            socket, count = self.messages[process]["socket"], len(memory) + has_meeting
-            with descriptors.received(socket, count, process, self.module, self.limit_s) as received:
-                for descriptor, (device_id, _, base, size) in zip(received, memory, strict=False):
-                    if (process, device_id, base) not in _mapped:
-                        mapped = self.module.import_region(descriptor, size, ordinals)
-                        _mapped[process, device_id, base] = mapped
-                if has_meeting:
-                    self.meeting = os.dup(received[-1])
-                    self.cleanup.callback(os.close, self.meeting)
+            memory, socket = self.messages[process]["memory"], self.messages[process]["socket"]
+            missing = [entry for entry in memory if (process, entry[0], entry[2]) not in _mapped]
+            if process in self.far:
+                for device_id, _, base, size, fabric in missing:
+                    handle = bytes.fromhex(fabric)
+                    mapped = self.module.import_fabric_region(handle, size, ordinals)
+                    _mapped[process, device_id, base] = mapped
+                if not connections.is_watched(process):
+                    connections.watch_over_network(socket, process, self.module, self.limit_s)
+            elif missing or not connections.is_watched(process):
+                with connections.received(
+                    socket, len(memory), process, self.module, self.limit_s
+                ) as received:
+                    for descriptor, entry in zip(received, memory, strict=True):
+                        if entry in missing:
+                            device_id, _, base, size, _ = entry
+                            mapped = self.module.import_region(descriptor, size, ordinals)
+                            _mapped[process, device_id, base] = mapped
 
     def ranks(self) -> list[Rank]:
         """Returns each device's rank entry. Devices that are not neighbors have no addresses."""
         ranks: dict[int, Rank] = {d.id: (-1, 0, 0, d.process_index) for d in self.all_devices}
         for process in self.other_processes:
-            for device_id, control, base, _ in self.messages[process]["memory"]:
+            for device_id, control, base, _, _ in self.messages[process]["memory"]:
                 shift = _mapped[process, device_id, base] - base
                 ranks[device_id] = (-1, control + shift, shift, process)
         for device in self.local_devices:
@@ -175,8 +178,8 @@ def _prepare(setup: _Setup, reserve_control_blocks: Callable[[], dict[int, int]]
     groups = "; ".join(f"process {process}: {message['group']}" for process, message in messages.items())
     require_same = functools.partial(handshake.require_same, messages)
     require_same("group", f"the processes make different groups at the same time: {groups}")
-    require_same("host", "the ranks live on several hosts, but rows can travel only within one")
     require_same("settled", "an earlier set-up of this group ended in some of the processes only")
+    setup.far = {p for p, message in messages.items() if message["host"] != handshake.host_id()}
     is_new = key not in _settled
     failed = any(message["failed"] for message in messages.values())
     if is_new:
@@ -193,7 +196,7 @@ def _prepare(setup: _Setup, reserve_control_blocks: Callable[[], dict[int, int]]
             if failed:
                 handshake.raise_if_error(module.reset_device_group(key, epoch, calls))
             if is_new:
-                error = module.open_device_group(key, setup.ranks(), setup.num_ranks, setup.meeting)
+                error = module.open_device_group(key, setup.ranks(), setup.num_ranks)
                 handshake.raise_if_error(error)
 
         try:

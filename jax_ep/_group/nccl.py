@@ -1,4 +1,4 @@
-"""NCCL communicators between hosts, which groups use as their rails."""
+"""NCCL communicators between domains, which groups use as their rails."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ TRIAL_S = 20.0
 # new number.
 PROTOCOL = 2
 STUCK = (
-    "NCCL waits for other hosts there: a process may have ended or failed, or cannot be reached "
+    "NCCL waits for other domains there: a process may have ended or failed, or cannot be reached "
     "(NCCL_DEBUG=INFO shows more). This process should end, because NCCL cannot be stopped. "
     "JAX_EP_NO_RAILS=1 in the environment keeps hops with JAX's collectives."
 )
@@ -28,10 +28,10 @@ STUCK = (
 _settled: dict[str, str] = {}
 
 
-def key_of(devices: np.ndarray, per_host: int) -> str:
+def key_of(devices: np.ndarray, per_domain: int) -> str:
     """Returns the key of the rails of groups of devices [groups, R]. Groups with the same key share rails."""
     ids = [[device.id for device in group] for group in devices]
-    return f"rails:{ids}:{per_host} ranks a host"
+    return f"rails:{ids}:{per_domain} ranks a domain"
 
 
 def _digest(key: str) -> str:
@@ -50,14 +50,14 @@ def _usable_nccl(module: Extension | None, reason: str) -> tuple[str, str]:
 class _Rails:
     """One process's part of the set-up of rails."""
 
-    def __init__(self, devices: np.ndarray, per_host: int, limit_s: float):
-        self.key = key_of(devices, per_host)
+    def __init__(self, devices: np.ndarray, per_domain: int, limit_s: float):
+        self.key = key_of(devices, per_domain)
         self.limit_s = limit_s
-        self.num_hosts = devices.shape[1] // per_host
+        self.num_domains = devices.shape[1] // per_domain
         self.all_devices = list(devices.flat)
-        # (device, number of its host, number of its rail) for each device of this process
+        # (device, number of its domain, number of its rail) for each device of this process
         self.endpoints = [
-            (device, rank // per_host, group * per_host + rank % per_host)
+            (device, rank // per_domain, group * per_domain + rank % per_domain)
             for group, row in enumerate(devices)
             for rank, device in enumerate(row)
             if device.process_index == jax.process_index()
@@ -102,25 +102,25 @@ class _Rails:
         key = self.key
         ids = {rail: id for message in messages.values() for rail, id in message["ids"].items()}
         endpoints = [
-            (device.local_hardware_id, host, ids[str(rail)]) for device, host, rail in self.endpoints
+            (device.local_hardware_id, domain, ids[str(rail)]) for device, domain, rail in self.endpoints
         ]
 
         # While NCCL allocates memory, no program that XLA has launched may wait for memory.
         local_devices = [device for device, _, _ in self.endpoints]
         self._run_step("ending earlier programs", lambda: handshake.drain(local_devices, self.limit_s))
         steps: list[tuple[str, Callable[[], str]]] = [
-            ("connecting hosts by NCCL", lambda: module.connect_rails(key, endpoints, self.num_hosts)),
-            ("allocating memory for hops between hosts", lambda: module.allocate_rails(key)),
+            ("connecting domains by NCCL", lambda: module.connect_rails(key, endpoints, self.num_domains)),
+            ("allocating memory for hops between domains", lambda: module.allocate_rails(key)),
             ("registering the memory with NCCL", lambda: module.register_rails(key)),
-            ("joining kernels of hosts by NCCL", lambda: module.join_rails(key)),
-            ("trying hops between hosts", lambda: module.try_rails(key, min(TRIAL_S, self.limit_s))),
+            ("joining kernels of domains by NCCL", lambda: module.join_rails(key)),
+            ("trying hops between domains", lambda: module.try_rails(key, min(TRIAL_S, self.limit_s))),
         ]
         try:
             for step, work in steps:
                 self._run_step(step, functools.partial(self._advance, step, work))
         except handshake.SetupError:
             with contextlib.suppress(handshake.SetupTimeout):
-                handshake.run_within(self.limit_s, "disconnecting hosts", lambda: module.drop_rails(key))
+                handshake.run_within(self.limit_s, "disconnecting domains", lambda: module.drop_rails(key))
             raise
         module.publish_rails(key)
 
@@ -135,15 +135,15 @@ class _Rails:
         return handshake.run_step(self.all_devices, step, work, self.limit_s, limit_factor=2)
 
     def _introduce(self, module: Extension | None, reason: str) -> Message:
-        """Returns this process's versions, and the ids of the rails whose first host this process has."""
+        """Returns this process's versions, and the ids of the rails whose first domain this process has."""
         version, error = _usable_nccl(module, reason)
         handshake.raise_if_error(error)
         assert module is not None
-        ids = {str(rail): module.rail_id() for _, host, rail in self.endpoints if host == 0}
+        ids = {str(rail): module.rail_id() for _, domain, rail in self.endpoints if domain == 0}
         return {"version": version, "protocol": PROTOCOL, "ids": ids}
 
 
-def open_rails(devices: np.ndarray, per_host: int, reason: str, limit_s: float) -> str:
+def open_rails(devices: np.ndarray, per_domain: int, reason: str, limit_s: float) -> str:
     """Makes the rails of groups of devices [groups, R], unless an earlier call made them.
 
     `reason` is the reason why the groups cannot use FFI handlers, or empty. All processes of the groups must
@@ -151,9 +151,9 @@ def open_rails(devices: np.ndarray, per_host: int, reason: str, limit_s: float) 
     if they are. Raises SetupTimeout if the other processes do not answer.
     """
     if all(device.process_index == row[0].process_index for row in devices for device in row):
-        return "its hosts are simulated: all ranks of a group are in one process"
+        return "its domains are simulated: all ranks of a group are in one process"
     with handshake.exclusive_setup(limit_s):
-        rails = _Rails(devices, per_host, limit_s)
+        rails = _Rails(devices, per_domain, limit_s)
         try:
             _settled[rails.key] = rails.settle(reason)
         except handshake.SetupError as error:
@@ -166,7 +166,7 @@ def open_rails(devices: np.ndarray, per_host: int, reason: str, limit_s: float) 
 
 
 def describe() -> str:
-    """Describes what a group would use between hosts, as far as a single process can find out."""
+    """Describes what a group would use between domains, as far as a single process can find out."""
     module = _extension.extension()
     version, error = _usable_nccl(module, _extension.reason_against_ffi("gpu"))
     if error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jax_ep._group.group import Group
 
-# Ranks of each host, as indices along a group's axis.
+# Ranks of each domain, as indices along a group's axis.
 IndexGroups = tuple[tuple[int, ...], ...]
 
 
@@ -24,22 +24,22 @@ class Ranks:
     platform: str = dataclasses.field(compare=False)
     spans_processes: bool = dataclasses.field(compare=False)
     index_groups: IndexGroups | None = dataclasses.field(default=None, compare=False)
-    """Not None for the ranks of a host: those of each host, as indices along the axes."""
+    """Not None for the ranks of a domain: those of each domain, as indices along the axes."""
     within: "Ranks | None" = dataclasses.field(default=None, compare=False)
-    """The ranks of a host, if the group spans hosts."""
+    """The ranks of a domain, if the group spans domains."""
     rails: str | None = dataclasses.field(default=None, compare=False)
-    """The key of the rails, if rows travel between hosts through NCCL's device API."""
+    """The key of the rails, if rows travel between domains through NCCL's device API."""
 
     def __repr__(self) -> str:
         # JAX's errors about pytrees print the routing of a handle.
         return self.name
 
     @property
-    def ranks_per_host(self) -> int:
-        """Number of ranks that share a host."""
+    def ranks_per_domain(self) -> int:
+        """Number of ranks that share a domain."""
         return self.size if self.within is None else self.within.size
 
     @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return self.size // self.ranks_per_host
+    def num_domains(self) -> int:
+        """Number of domains."""
+        return self.size // self.ranks_per_domain

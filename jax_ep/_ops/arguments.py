@@ -39,20 +39,20 @@ class OpArguments(Arguments):
         number = clamped(array.reshape(()), 0, ids.shape[0])
         return jnp.where(tokens < number, ids, jnp.asarray(-1, ids.dtype))
 
-    def host_rows(self, host_capacity: int | None, group: Group, num_tokens: int) -> int:
-        """Returns the rows that a rank takes from each host in hop 1, at most T. 0 for a single host."""
-        hosts = group.size // group.ranks_per_node
-        rows = hosts * num_tokens
-        if host_capacity is not None:
-            rows = self.at_least_one("host_capacity", host_capacity)
-        if hosts == 1:
+    def domain_rows(self, domain_capacity: int | None, group: Group, num_tokens: int) -> int:
+        """Returns the rows that a rank takes from each domain in hop 1, at most T. 0 for a single domain."""
+        domains = group.size // group.ranks_per_domain
+        rows = domains * num_tokens
+        if domain_capacity is not None:
+            rows = self.at_least_one("domain_capacity", domain_capacity)
+        if domains == 1:
             return 0
-        if 0 < rows < hosts:
+        if 0 < rows < domains:
             raise ValueError(
-                f"{self.op}: host_capacity counts the rows that a rank takes from all {hosts} hosts, as many "
-                f"from each, so it must be at least {hosts}, got {rows}"
+                f"{self.op}: domain_capacity counts the rows that a rank takes from all {domains} domains, "
+                f"as many from each, so it must be at least {domains}, got {rows}"
             )
-        return min(rows // hosts, num_tokens)
+        return min(rows // domains, num_tokens)
 
     def handle(self, value: object) -> Handle:
         """Checks that a handle's arrays fit its routing, and returns it."""
@@ -150,7 +150,7 @@ class OpArguments(Arguments):
         checked = self.handle(value)
         if checked.routing.ranks.index_groups is not None:
             raise ValueError(
-                f"{self.op}: handle is the handle of hop 2, among the ranks of a host; pass the handle that "
+                f"{self.op}: handle is the handle of hop 2, among the ranks of a domain; pass the handle "
                 "dispatch returned, not its `within`"
             )
         self.require_manual(checked.routing.group)

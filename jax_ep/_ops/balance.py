@@ -77,7 +77,7 @@ def balance(
         "least_loaded": instances on ranks with fewer rows get more, so that ranks get about the same number.
       active_ranks: integers or bools [R], this rank's view of the ranks, as a dispatch returns it: instances
         on ranks marked 0 get no rows, and choices of an expert without another one count as unused. Only with
-        `placement` and instances="local", and as for `dispatch` only if the ranks share a host. Nothing is
+        `placement` and instances="local", and as for `dispatch` only if the ranks share a domain. Nothing is
         exchanged then, so it waits for no rank, and the result has no numbers of rows. None: all take part.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count as unused. None: T.
       implementation: None, "ffi" or "xla".

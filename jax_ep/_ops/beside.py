@@ -1,4 +1,4 @@
-"""Which products of a layer run beside which communication, between GPUs of one host.
+"""Which products of a layer run beside which communication, between GPUs of one domain.
 
 - Forward: the first product of a shared expert beside the dispatch. Of the second product some columns, while
   those before them are combined, and then that of the shared expert.

@@ -83,8 +83,8 @@ def combine(
     The sum is in float32 (of float64 rows in float64), in a fixed order, rounded once to y's dtype: by
     rank in the order of the ranks; by expert a rank's rows by k, then by rank. (On GPUs, by expert, a
     rank's part of a 16-bit sum is rounded too before it travels, if it is of several rows. Where ranks span
-    hosts, a host's part of any sum is rounded to y's dtype before it travels, and hosts are added in order.)
-    Padding, tail, empty rows and dropped rows are never read and get zero gradient.
+    domains, a domain's part of any sum is rounded to y's dtype before it travels, and domains are added in
+    order.) Padding, tail, empty rows and dropped rows are never read and get zero gradient.
 
     Without weights this is the transpose of `dispatch`, and the gradient of each is the other. By rank,
     multiply y by the weights before.
@@ -104,8 +104,8 @@ def combine(
         row. Every part is rounded, also that of the token's own rank. Parts are added as above. The error of
         an element of a part is at most 1/16 of its magnitude, or 2^-10 of its scale; that of a sum is about
         2.6 % (docs/howto/fp8.md). y must be one array of float16, bfloat16 or float32 whose last dimension is
-        a multiple of 128. The gradient is that of the combine without it. Where ranks span hosts, only what
-        travels between hosts is FP8: a host's part, after it was rounded to y's dtype.
+        a multiple of 128. The gradient is that of the combine without it. Where ranks span domains, only what
+        travels between domains is FP8: a domain's part, after it was rounded to y's dtype.
       round_scale: if true, scales of quantize are rounded up to powers of two, as for `dispatch`.
       quantize_gradient: "fp8" sends the cotangent of the sums to the experts as FP8, with a float32 scale for
         each 128 elements, as `dispatch(quantize="fp8_dequantize")` sends tokens; it arrives in y's dtype. y

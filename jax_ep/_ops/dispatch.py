@@ -46,7 +46,7 @@ def dispatch(
     order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8"],
     round_scale: bool = False,
@@ -69,7 +69,7 @@ def dispatch(
     order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
     round_scale: bool = False,
@@ -92,7 +92,7 @@ def dispatch(
     order: Literal["rank"],
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8"],
     round_scale: bool = False,
@@ -115,7 +115,7 @@ def dispatch(
     order: Literal["rank"],
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
     round_scale: bool = False,
@@ -137,7 +137,7 @@ def dispatch(
     order: Order = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -174,12 +174,12 @@ def dispatch(
       capacity_factor: in place of a capacity, a multiple of the rows of a uniform routing: by expert T * K,
         by rank T * min(K, R), of each padded expert R * T * K / E. It is rounded up to a multiple of a. It is
         at most the worst case.
-      host_capacity: if ranks span hosts, the rows that this rank can receive in the hop between hosts, in
-        all. They are divided evenly among the hosts, its own included: host_capacity // hosts from each. Must
-        be at least the number of hosts. None means T from each, so that this hop drops nothing. Otherwise
-        a rank sends each host only the first of its tokens for that host, as many as fit. The later ones are
-        dropped: their choices on that host count as -1, and the ranks that would have received them count
-        them in `num_dropped`.
+      domain_capacity: if ranks span domains, the rows that this rank can receive in the hop between domains,
+        in all. They are divided evenly among the domains, its own included: domain_capacity // domains from
+        each. Must be at least the number of domains. None means T from each, so that this hop drops nothing.
+        Otherwise a rank sends each domain only the first of its tokens for that domain, as many as fit. The
+        later ones are dropped: their choices on that domain count as -1, and the ranks that would have
+        received them count them in `num_dropped`.
       expert_alignment: a; by expert each block starts at a multiple of it. Padding rows are zero.
       quantize: None sends the rows as they are. With the other values x must be one floating array
         [T, ..., H], H a multiple of 128. "fp8" sends `quantize_fp8(x)`: the rows arrive as a
@@ -195,9 +195,9 @@ def dispatch(
         tokens, and choices of its experts, count as -1, and no rank waits for it. It may still call the op,
         but receives no rows. None: all ranks take part. With active_ranks or on_timeout="mask" there are
         limits (docs/howto/failing_ranks.md has all of them). The op has no gradient (TypeError). It must not
-        be rematerialized, because different ranks may take part the second time. All ranks must share a host
-        (otherwise ValueError). On GPUs a rank may have at most 128 tokens, and num_sms of the
-        group, if set, must be at least 8.
+        be rematerialized, because different ranks may take part the second time. All ranks must share a
+        domain (otherwise ValueError). On GPUs a rank may have at most 128 tokens, and num_sms of the group,
+        if set, must be at least 8.
       on_timeout: "raise": the op fails if a rank does not come within the group's `timeout_s`. "mask": the
         others continue without it, and `active_ranks` of the result marks it 0. Pass this result to the next
         op. A rank that comes too late gets `active_ranks` with all others marked 0. (On GPUs it may first get
@@ -227,7 +227,7 @@ def dispatch(
         order=order,
         capacity=capacity,
         capacity_factor=capacity_factor,
-        host_capacity=host_capacity,
+        domain_capacity=domain_capacity,
         expert_alignment=expert_alignment,
         quantize=quantize,
         round_scale=round_scale,
@@ -251,7 +251,7 @@ def dispatch_as(
     order: Order = "expert",
     capacity: int | None,
     capacity_factor: float | None,
-    host_capacity: int | None,
+    domain_capacity: int | None,
     expert_alignment: int,
     quantize: Quantize | None,
     round_scale: bool = False,
@@ -291,8 +291,10 @@ def dispatch_as(
     weights = None
     if topk_weights is not None:
         weights = check.weights("topk_weights", topk_weights, ids.shape, "[T, K]")
-    host_rows = check.host_rows(host_capacity, group, num_tokens)
-    routing = Routing(ranks_of(group), order, num_tokens, top_k, num_experts, capacity, alignment, host_rows)
+    domain_rows = check.domain_rows(domain_capacity, group, num_tokens)
+    routing = Routing(
+        ranks_of(group), order, num_tokens, top_k, num_experts, capacity, alignment, domain_rows
+    )
     if statistics is not None:
         check_statistics(check, statistics, routing)
     attendance = Attendance.check(check, active_ranks, on_timeout, group, statistics is not None)

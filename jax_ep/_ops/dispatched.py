@@ -172,6 +172,6 @@ class DispatchedByExpert(Generic[Rows]):
     def dropped_per_expert(self) -> jax.Array:
         """Returns int32 [L]: rows of each expert that were dropped because the buffer here was full.
 
-        Rows dropped between hosts (`host_capacity`) are not among them; `num_dropped` counts both.
+        Rows dropped between domains (`domain_capacity`) are not among them; `num_dropped` counts both.
         """
         return self.handle.expert_counts - self.tokens_per_expert

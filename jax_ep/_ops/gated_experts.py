@@ -56,7 +56,7 @@ class GatedExperts:
       precision: of products of float32 operands, as for `grouped_dot`.
       num_sms: how many SMs the products take at most, as for `grouped_dot`.
       implementation: None, "ffi" or "xla": that of the products.
-      overlap: whether `moe` moves rows while products run, where it can: between GPUs of one host, in a
+      overlap: whether `moe` moves rows while products run, where it can: between GPUs of one domain, in a
         `shard_map` over all mesh axes. None: where that was measured to be faster (docs/howto/overlap.md).
         Results have the same bits, but rows of both need memory at once.
     """

@@ -20,14 +20,14 @@ class DispatchLayout:
 
     Attributes:
       num_tokens_per_rank: int32 [R]; a token counts once for a rank, however many of its experts live there.
-      num_tokens_per_node: int32 [R / ranks_per_node], each token once a node; None if `ranks_per_node` was
-        not given.
+      num_tokens_per_domain: int32 [R / ranks_per_domain], each token once a domain; None if
+        `ranks_per_domain` was not given.
       num_tokens_per_expert: int32 [E].
       is_token_in_rank: bool [T, R].
     """
 
     num_tokens_per_rank: jax.Array
-    num_tokens_per_node: jax.Array | None
+    num_tokens_per_domain: jax.Array | None
     num_tokens_per_expert: jax.Array
     is_token_in_rank: jax.Array
 
@@ -37,7 +37,7 @@ def get_dispatch_layout(
     *,
     num_experts: int,
     num_ranks: int,
-    ranks_per_node: int | None = None,
+    ranks_per_domain: int | None = None,
     num_valid_tokens: ArrayLike | None = None,
     implementation: Implementation | None = None,
 ) -> DispatchLayout:
@@ -50,7 +50,7 @@ def get_dispatch_layout(
         repeats counts again for its expert, but not for its rank.
       num_experts: E, a multiple of R.
       num_ranks: R.
-      ranks_per_node: divides R; None if the nodes do not matter.
+      ranks_per_domain: divides R; None if the domains do not matter.
       num_valid_tokens: int32 scalar, at most T: tokens from it on count nowhere. None: T.
       implementation: None, "ffi" or "xla".
 
@@ -62,14 +62,14 @@ def get_dispatch_layout(
     ids = check.topk_idx(topk_idx)
     num_ranks = check.at_least_one("num_ranks", num_ranks, _checks.MOST_EXPERTS)
     num_experts = check.num_experts(num_experts, num_ranks)
-    per_node = 1 if ranks_per_node is None else check.at_least_one("ranks_per_node", ranks_per_node)
-    if num_ranks % per_node != 0:
+    per_domain = 1 if ranks_per_domain is None else check.at_least_one("ranks_per_domain", ranks_per_domain)
+    if num_ranks % per_domain != 0:
         raise ValueError(
-            f"{check.op}: ranks_per_node must divide num_ranks = {num_ranks}, got {ranks_per_node}"
+            f"{check.op}: ranks_per_domain must divide num_ranks = {num_ranks}, got {ranks_per_domain}"
         )
     if num_valid_tokens is not None:
         ids = check.valid_tokens(num_valid_tokens, ids)
-    counts = backend.layout(unshard(ids), num_experts, num_ranks, per_node)
+    counts = backend.layout(unshard(ids), num_experts, num_ranks, per_domain)
 
     def find() -> list[debug.Finding]:
         return [debug.invalid_ids(ids, num_experts), *wrong_valid_tokens(num_valid_tokens, ids)]
@@ -77,7 +77,7 @@ def get_dispatch_layout(
     counts = debug.check(check.op, counts, find)
     return DispatchLayout(
         counts.num_tokens_per_rank,
-        None if ranks_per_node is None else counts.num_tokens_per_node,
+        None if ranks_per_domain is None else counts.num_tokens_per_domain,
         counts.num_tokens_per_expert,
         counts.is_token_in_rank,
     )

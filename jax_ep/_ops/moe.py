@@ -44,7 +44,7 @@ class MoEStats:
       tokens_per_expert: int32 [L] kept rows of each expert; [L + S] with redundant ones.
       num_tokens: int32 [1] rows kept at this rank: a token counts once for each of its choices.
       num_dropped: int32 [1] rows dropped because the buffer of this rank was full.
-      dropped_per_expert: int32 [L] these rows by expert, except those dropped between hosts; [L + S] with
+      dropped_per_expert: int32 [L] these rows by expert, except those dropped between domains; [L + S] with
         redundant ones.
       num_invalid: int32 [1] ids of this rank's tokens that are neither -1 nor an expert, such as ids counted
         from 1.
@@ -78,7 +78,7 @@ def moe(
     num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     quantize_sums: Literal["fp8"] | None = None,
@@ -104,7 +104,7 @@ def moe(
     num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     quantize_sums: Literal["fp8"] | None = None,
@@ -129,7 +129,7 @@ def moe(
     num_experts: int | None = None,
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     quantize_sums: Literal["fp8"] | None = None,
@@ -173,7 +173,7 @@ def moe(
         At least expert_alignment.
       capacity_factor: in place of a capacity, a multiple of T * K, the rows of a uniform routing, rounded up
         to a multiple of expert_alignment.
-      host_capacity: rows that this rank can receive in the hop between hosts, in all, as for `dispatch`.
+      domain_capacity: rows that this rank can receive in the hop between domains, in all, as for `dispatch`.
       expert_alignment: each expert's rows start at a multiple of it.
       quantize: how tokens travel to their experts, as for `dispatch`; to train, "fp8_dequantize", or "fp8" if
         expert_fn passes sent.x to `gated_mlp(..., quantize="fp8")` and uses it nowhere else. None means "fp8"
@@ -290,7 +290,7 @@ def moe(
         num_experts=num_experts,
         capacity=capacity,
         capacity_factor=capacity_factor,
-        host_capacity=host_capacity,
+        domain_capacity=domain_capacity,
         expert_alignment=expert_alignment,
         quantize=quantize,
         round_scale=round_scale,

@@ -60,7 +60,7 @@ def dispatch_start(
     order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8"],
     round_scale: bool = False,
@@ -83,7 +83,7 @@ def dispatch_start(
     order: Literal["expert", "expert_padded"] = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
     round_scale: bool = False,
@@ -106,7 +106,7 @@ def dispatch_start(
     order: Literal["rank"],
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8"],
     round_scale: bool = False,
@@ -129,7 +129,7 @@ def dispatch_start(
     order: Literal["rank"],
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Literal["fp8_dequantize"] | None = None,
     round_scale: bool = False,
@@ -151,7 +151,7 @@ def dispatch_start(
     order: Order = "expert",
     capacity: int | None = None,
     capacity_factor: float | None = None,
-    host_capacity: int | None = None,
+    domain_capacity: int | None = None,
     expert_alignment: int = 1,
     quantize: Quantize | None = None,
     round_scale: bool = False,
@@ -165,7 +165,7 @@ def dispatch_start(
 
     Its arguments are those of `dispatch`. On GPUs, ops that do not use its results may overlap with it. Its
     gradient, a combine, is also asynchronous. The op is an ordinary dispatch on other devices, with
-    implementation="xla", between hosts, and if the mesh has axes that are not manual.
+    implementation="xla", between domains, and if the mesh has axes that are not manual.
 
     Returns:
       The started op. Its `done()` returns `DispatchedByExpert` or `DispatchedByRank`, depending on `order`.
@@ -183,7 +183,7 @@ def dispatch_start(
         order=order,
         capacity=capacity,
         capacity_factor=capacity_factor,
-        host_capacity=host_capacity,
+        domain_capacity=domain_capacity,
         expert_alignment=expert_alignment,
         quantize=quantize,
         round_scale=round_scale,

@@ -27,7 +27,7 @@ class DispatchStatistics:
         around at 2^31.
       wait_us: float32 [R] microseconds from the beginning of the op on this rank until each rank had come to
         it; 0 for ranks that were there before. Always 0 with implementation="xla", and where ranks span
-        hosts.
+        domains.
     """
 
     tokens_per_expert: jax.Array

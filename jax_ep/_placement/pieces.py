@@ -70,17 +70,17 @@ def destinations_of(group: Group, physical_to_logical: jax.Array, num_experts: i
 
 def routing_of(group: Group, num_experts: int, num_instances: int, pieces: int) -> Routing:
     """Returns the routing of experts that are cut into pieces: each piece is a token."""
-    hosts = group.size // group.ranks_per_node
+    domains = group.size // group.ranks_per_domain
     tokens = num_experts // group.size * pieces
     return Routing(
         ranks=ranks_of(group),
         order="placed",
         num_tokens=tokens,
-        top_k=hosts,
+        top_k=domains,
         num_experts=group.size,
         capacity=num_instances // group.size * pieces,
         expert_alignment=pieces,
-        host_rows=tokens if hosts > 1 else 0,
+        domain_rows=tokens if domains > 1 else 0,
     )
 
 
@@ -187,8 +187,10 @@ def _handle(backend: Backend, routing: Routing, destinations: Destinations, piec
     instance = destinations.instance[:, None]
     piece = jnp.arange(pieces, dtype=jnp.int32)[None, :, None]
     rows = jnp.where(instance < 0, -1, instance * pieces + piece).reshape(-1, routing.num_ranks)
-    hosts = jnp.any(rows.reshape(rows.shape[0], routing.num_hosts, -1) >= 0, axis=2)
-    return backend.place(routing, hosts, rows, jnp.where(destinations.is_filled, pieces, 0).astype(jnp.int32))
+    domains = jnp.any(rows.reshape(rows.shape[0], routing.num_domains, -1) >= 0, axis=2)
+    return backend.place(
+        routing, domains, rows, jnp.where(destinations.is_filled, pieces, 0).astype(jnp.int32)
+    )
 
 
 def _cut(routing: Routing, leaves: Leaves) -> Leaves:

@@ -60,11 +60,11 @@ class Attendance:
         if not isinstance(on_timeout, str) or on_timeout not in ("raise", "mask"):
             raise ValueError(f"{check.op}: on_timeout must be 'raise' or 'mask', got {on_timeout!r}")
         masks, num_ranks = on_timeout == "mask", group.size
-        if group.ranks_per_node < num_ranks and (masks or active_ranks is not None):
+        if group.ranks_per_domain < num_ranks and (masks or active_ranks is not None):
             raise ValueError(
-                f"{check.op}: active_ranks and on_timeout='mask' need a group whose ranks share a host, "
-                f"because JAX's collectives between hosts wait for all ranks, got {group!r}; leave them out, "
-                "or choose ranks of one host"
+                f"{check.op}: active_ranks and on_timeout='mask' need a group whose ranks share a domain, "
+                f"because JAX's collectives between domains wait for all ranks, got {group!r}; leave them "
+                "out, or choose ranks of one domain"
             )
         if active_ranks is None:
             return cls(jnp.ones((num_ranks,), jnp.int32) if masks else None, masks, measures, check.op)

@@ -83,7 +83,7 @@ class LayoutCounts(NamedTuple):
     """Results of `layout`."""
 
     num_tokens_per_rank: jax.Array  # [R]
-    num_tokens_per_node: jax.Array  # [R / ranks_per_node]
+    num_tokens_per_domain: jax.Array  # [R / ranks_per_domain]
     num_tokens_per_expert: jax.Array  # [E]
     is_token_in_rank: jax.Array  # bool [T, R]
 
@@ -127,11 +127,12 @@ class Backend(Protocol):
         ...
 
     def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+        self, routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
     ) -> Handle:
         """Makes the handle of a routing of order "placed", along which rows go where `sent_rows` [T, R] says.
 
-        `hosts` bool [T, hosts]: the token goes to the host. If a token has no row at rank d, its entry is -1.
+        `domains` bool [T, domains]: the token goes to the domain. If a token has no row at rank d, its entry
+        is -1.
         `place_rows` [places]: how many rows arrive in each place of this rank, the first ones of the place. A
         push clears the others.
         """
@@ -154,7 +155,7 @@ class LocalBackend(Protocol):
     keeps_bits: ClassVar[bool]
 
     def layout(
-        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_domain: int
     ) -> LayoutCounts: ...
 
     def permute(
@@ -191,7 +192,7 @@ class LocalBackend(Protocol):
     ) -> jax.Array: ...
 
 
-class HostBackend(Backend, Protocol):
+class DomainBackend(Backend, Protocol):
     """A backend that `TwoHops` can wrap."""
 
     @property
@@ -204,6 +205,6 @@ class HostBackend(Backend, Protocol):
         """The ops of one rank, by the same implementation."""
         ...
 
-    def between_hosts(self, blocks: jax.Array) -> jax.Array:
-        """Hop 1: sends block h of [hosts, ...] to the rank that has the same index on host h."""
+    def between_domains(self, blocks: jax.Array) -> jax.Array:
+        """Hop 1: sends block d of [domains, ...] to the rank that has the same index in domain d."""
         ...

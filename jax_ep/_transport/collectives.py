@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a group, and between hosts."""
+"""Collectives among the ranks of a group, and between domains."""
 
 import functools
 from collections.abc import Callable
@@ -24,10 +24,10 @@ def mesh_position(ranks: Ranks, arrays: object) -> jax.Array:
 
     A handler checks with it that the program runs on the group's mesh: the rank must be that of the device in
     the group, and ranks that exchange rows must belong to the same list. There is one list for each position
-    along the mesh axes that the group does not have, and, if the group is that of a host, for each host. Axes
-    along which none of `arrays` varies do not count, because all devices along them have the same rows. The
-    position must not vary along them either, because otherwise the op's results would (`check_vma=True`). If
-    `jax.vmap` lets them vary later, `with_own_lists` counts these axes.
+    along the mesh axes that the group does not have, and, if the group is that of a domain, for each domain.
+    Axes along which none of `arrays` varies do not count, because all devices along them have the same rows.
+    The position must not vary along them either, because otherwise the op's results would (`check_vma=True`).
+    If `jax.vmap` lets them vary later, `with_own_lists` counts these axes.
     """
     index = jax.lax.axis_index(ranks.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
@@ -38,9 +38,9 @@ def mesh_position(ranks: Ranks, arrays: object) -> jax.Array:
     return jnp.stack([jax.lax.rem(number, size), jax.lax.div(number, size)])
 
 
-def host(ranks: Ranks) -> jax.Array:
-    """Returns the number of this rank's host."""
-    return jax.lax.axis_index(ranks.axis_name) // ranks.ranks_per_host
+def domain(ranks: Ranks) -> jax.Array:
+    """Returns the number of this rank's domain."""
+    return jax.lax.axis_index(ranks.axis_name) // ranks.ranks_per_domain
 
 
 def all_gather(ranks: Ranks, array: jax.Array) -> jax.Array:
@@ -83,10 +83,10 @@ def among(
     return run
 
 
-def between_hosts(ranks: Ranks, blocks: jax.Array) -> jax.Array:
-    """Sends block h of [hosts, ...] to the rank of this one's index on host h. Returns those that arrive."""
-    per_host = ranks.ranks_per_host
-    alike = tuple(tuple(range(index, ranks.size, per_host)) for index in range(per_host))
+def between_domains(ranks: Ranks, blocks: jax.Array) -> jax.Array:
+    """Sends block d of [domains, ...] to the rank of this index in domain d. Returns those that arrive."""
+    per_domain = ranks.ranks_per_domain
+    alike = tuple(tuple(range(index, ranks.size, per_domain)) for index in range(per_domain))
     exchange = among(all_to_all, ranks.axis_name, alike)
     within = ranks.within
     if within is None or not ranks.spans_processes or ranks.platform != "cpu":

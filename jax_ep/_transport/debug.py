@@ -49,8 +49,8 @@ def requested() -> frozenset[str]:
 def dropped_rows(routing: Routing, num_dropped: jax.Array, num_kept: jax.Array) -> Finding:
     """Counts the rows that a dispatch dropped at this rank."""
     of_each = "" if routing.padded_rows is None else " of each expert"
-    host = " or host_capacity" if routing.num_hosts > 1 else ""
-    return _dropped(f"{routing.padded_rows or routing.capacity}{of_each}", host, num_dropped, num_kept)
+    domain = " or domain_capacity" if routing.num_domains > 1 else ""
+    return _dropped(f"{routing.padded_rows or routing.capacity}{of_each}", domain, num_dropped, num_kept)
 
 
 def dropped_choices(capacity: int, num_dropped: jax.Array, tokens_per_expert: jax.Array) -> Finding:

@@ -201,9 +201,9 @@ class Ffi:
         return self.route(row_to_each, ids, Push((numbers[None],))).rows[0]
 
     def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+        self, routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
     ) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, place_rows)
+        return placed_handle(routing, domains, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is None:
@@ -295,11 +295,11 @@ class Ffi:
         sizes = [num_rows * math.prod(row.shape[1:]) for row in pulled.rows]
         return [((size + 4 * (size // BLOCK) if on_gpus else 0,), jnp.uint8) for size in sizes]
 
-    def between_hosts(self, blocks: jax.Array) -> jax.Array:
-        """Sends blocks to other hosts (hop 1), by puts over NCCL's device API if the group has rails."""
+    def between_domains(self, blocks: jax.Array) -> jax.Array:
+        """Sends blocks to other domains (hop 1), by puts over NCCL's device API if the group has rails."""
         within = self.ranks.within
         if within is None or self.ranks.rails is None:
-            return collectives.between_hosts(self.ranks, blocks)
+            return collectives.between_domains(self.ranks, blocks)
         options = {"group": within.key, "rails": self.ranks.rails, "num_ranks": np.int64(within.size)}
         operands = [_position(self.ranks, blocks), blocks]
         return call("rail_hop", operands, [(blocks.shape, blocks.dtype)], **options)[0]

@@ -54,15 +54,15 @@ class FfiLocal:
     keeps_bits: ClassVar[bool] = True
 
     def layout(
-        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_domain: int
     ) -> LayoutCounts:
         results = [
             ((num_ranks,), INT),
-            ((num_ranks // ranks_per_node,), INT),
+            ((num_ranks // ranks_per_domain,), INT),
             ((num_experts,), INT),
             ((topk_idx.shape[0], num_ranks), jnp.bool_),
         ]
-        return LayoutCounts(*call("layout", [topk_idx], results, ranks_per_node=np.int64(ranks_per_node)))
+        return LayoutCounts(*call("layout", [topk_idx], results, ranks_per_domain=np.int64(ranks_per_domain)))
 
     def permute(
         self,

@@ -31,7 +31,9 @@ class Routing:
     num_experts: int  # E, in all
     capacity: int  # C, rows of a receive buffer
     expert_alignment: int  # by padded experts, the rows of each expert; placed: of each place
-    host_rows: int = 0  # of a group that spans hosts, the rows that a rank takes from each host in hop 1
+    domain_rows: int = (
+        0  # of a group that spans domains, the rows that a rank takes from each domain in hop 1
+    )
 
     @property
     def group(self) -> Group:
@@ -47,8 +49,8 @@ class Routing:
         return self.num_experts // self.num_ranks
 
     @property
-    def num_hosts(self) -> int:
-        return self.ranks.num_hosts
+    def num_domains(self) -> int:
+        return self.ranks.num_domains
 
     @property
     def is_empty(self) -> bool:
@@ -57,19 +59,19 @@ class Routing:
 
     @property
     def makes_two_hops(self) -> bool:
-        """True if rows go to hosts first, and from there to ranks."""
-        return self.num_hosts > 1 and not self.is_empty
+        """True if rows go to domains first, and from there to ranks."""
+        return self.num_domains > 1 and not self.is_empty
 
     @property
     def within(self) -> "Routing":
-        """Routing of hop 2, among the ranks of a host. Its tokens are the rows that hop 1 delivers."""
+        """Routing of hop 2, among the ranks of a domain. Its tokens are the rows that hop 1 delivers."""
         assert self.ranks.within is not None
         return dataclasses.replace(
             self,
             ranks=self.ranks.within,
-            num_tokens=self.num_hosts * self.host_rows,
-            num_experts=self.num_experts // self.num_hosts,
-            host_rows=0,
+            num_tokens=self.num_domains * self.domain_rows,
+            num_experts=self.num_experts // self.num_domains,
+            domain_rows=0,
         )
 
     @property
@@ -117,8 +119,8 @@ class Handle:
       expert_counts: [L] choices of all ranks' tokens that fell on each expert of this rank, before drops.
       received_rows: By expert [R * T, K]: the row here of each choice of all ranks' tokens, by source rank,
         then token; -1 none here, or dropped. By rank None.
-      within: If the group spans hosts, the handle of hop 2, whose tokens are the rows that hop 1 brought. In
-        the arrays above, the choices of tokens that hop 1 dropped are unused. Else None.
+      within: If the group spans domains, the handle of hop 2, whose tokens are the rows that hop 1 brought.
+        In the arrays above, the choices of tokens that hop 1 dropped are unused. Else None.
       routing: The static part: group, order, T, K, E, C, the expert alignment and the rows of hop 1.
       has_weights: True if `dispatch` sent weights, by expert. `combine` must then be given row_weights.
     """
@@ -133,9 +135,11 @@ class Handle:
     has_weights: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-def placed_handle(routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array) -> Handle:
-    """Makes the handle of rows that the program places: `Backend.place` within a host."""
-    del hosts
+def placed_handle(
+    routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+) -> Handle:
+    """Makes the handle of rows that the program places: `Backend.place` within a domain."""
+    del domains
     no_ids = jnp.full_like(sent_rows, -1, shape=(routing.num_tokens, routing.top_k))
     no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
     return Handle(no_ids, sent_rows, no_counts, place_rows, None, None, routing)
@@ -144,7 +148,7 @@ def placed_handle(routing: Routing, hosts: jax.Array, sent_rows: jax.Array, plac
 def for_backward(handle: Handle) -> Handle:
     """Drops handle fields that the backward pass does not use, so that a scan does not store them.
 
-    Between hosts the handle of hop 2 has the received rows.
+    Between domains the handle of hop 2 has the received rows.
     """
     return handle if handle.within is None else dataclasses.replace(handle, received_rows=None)
 

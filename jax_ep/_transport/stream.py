@@ -61,9 +61,9 @@ class Stream:
         return self.inner.all_gather(numbers)
 
     def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+        self, routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
     ) -> Handle:
-        return self.inner.place(routing, hosts, sent_rows, place_rows)
+        return self.inner.place(routing, domains, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is not None:  # rows and dot products are two results
@@ -113,7 +113,7 @@ def has_stream(ranks: Ranks) -> bool:
 
     With "xla" the collectives are XLA's own, which XLA starts asynchronously by itself. If a mesh axis is
     left to automatic or explicit sharding, XLA cannot partition a call that uses its rank. An op between
-    hosts is not a single call.
+    domains is not a single call.
     """
     on_gpus = ranks.platform == "gpu" and ranks.within is None
     mesh = jax.sharding.get_abstract_mesh()

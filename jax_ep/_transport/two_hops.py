@@ -1,10 +1,10 @@
-"""Groups that span hosts: rows go once to each host that needs them, and from there to their ranks.
+"""Groups that span domains: rows go once to each domain that needs them, and from there to their ranks.
 
 Hop 1 sends a token's row, with its ids and the destinations of its rows, to the rank of the same index on
-each host that has one of its experts. The source has computed these destinations, so hop 2 is a push along a
-handle among the ranks of a host. Rows arrive where a single hop would put them, in the order of their
-sources, not of the ranks that relay them. A pull goes the same way back: a host sums a token's rows, and one
-sum travels.
+each domain that has one of its experts. The source has computed these destinations, so hop 2 is a push along
+a handle among the ranks of a domain. Rows arrive where a single hop would put them, in the order of their
+sources, not of the ranks that relay them. A pull goes the same way back: a domain sums a token's rows, and
+one sum travels.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jax_ep._rows.dtypes import sum_dtype
 from jax_ep._rows.fp8 import FLOOR, QuantizedArray, as_bits, dequantize_fp8, from_bits
 from jax_ep._rows.indexing import invert, routed_experts, take
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
-from jax_ep._transport.backend import HostBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
-from jax_ep._transport.collectives import host, rank
+from jax_ep._transport.backend import DomainBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
+from jax_ep._transport.collectives import domain, rank
 from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
 
 
@@ -106,8 +106,8 @@ def _rows_by_expert(local: LocalBackend, routing: Routing, ids: jax.Array, first
     return jnp.where((ids >= 0) & (rows < end), rows, -1)
 
 
-def all_to_all_within(inner: HostBackend, blocks: jax.Array) -> jax.Array:
-    """Sends block r of [ranks of a host, n] to rank r of this host. Returns those that arrive, by source."""
+def all_to_all_within(inner: DomainBackend, blocks: jax.Array) -> jax.Array:
+    """Sends block r of [ranks of a domain, n] to its rank r. Returns those that arrive, by source."""
     size = inner.ranks.size
     # A dispatch by rank of one token to each rank. Rows arrive in the order of their sources.
     one_each = Routing(
@@ -125,13 +125,13 @@ def all_to_all_within(inner: HostBackend, blocks: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TwoHops:
-    """A backend that sends rows to hosts first.
+    """A backend that sends rows to domains first.
 
-    `outer` is the backend of all ranks, which makes hop 1. `inner` is that of the ranks of a host.
+    `outer` is the backend of all ranks, which makes hop 1. `inner` is that of the ranks of a domain.
     """
 
-    outer: HostBackend
-    inner: HostBackend
+    outer: DomainBackend
+    inner: DomainBackend
     keeps_bits: ClassVar[bool] = False
 
     def packs_fp8(self, routing: Routing, x: jax.Array) -> bool:
@@ -150,7 +150,7 @@ class TwoHops:
         # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
         destinations, leaves = jax.lax.optimization_barrier((destinations, sent.leaves))
         metadata = _send_metadata(self.outer, routing, ids, destinations, sent.weights)
-        rows = tuple(send_to_hosts(self.outer, routing, ids, leaf) for leaf in leaves)
+        rows = tuple(send_to_domains(self.outer, routing, ids, leaf) for leaf in leaves)
         metadata, rows = jax.lax.optimization_barrier((metadata, rows))
         handle, weights = _make_handle(self, routing, ids, destinations, metadata)
         assert handle.within is not None
@@ -174,28 +174,28 @@ class TwoHops:
 
     def all_gather(self, numbers: jax.Array) -> jax.Array:
         ranks = self.outer.ranks
-        hosts, per_host = ranks.num_hosts, ranks.ranks_per_host
-        received = self.outer.between_hosts(jnp.broadcast_to(numbers, (hosts, *numbers.shape)))
+        domains, per_domain = ranks.num_domains, ranks.ranks_per_domain
+        received = self.outer.between_domains(jnp.broadcast_to(numbers, (domains, *numbers.shape)))
         received = all_to_all_within(
-            self.inner, jnp.broadcast_to(received.reshape(1, -1), (per_host, received.size))
+            self.inner, jnp.broadcast_to(received.reshape(1, -1), (per_domain, received.size))
         )
-        return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(ranks.size, -1)
+        return received.reshape(per_domain, domains, -1).swapaxes(0, 1).reshape(ranks.size, -1)
 
     def all_to_all(self, blocks: jax.Array) -> jax.Array:
         """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
         ranks = self.outer.ranks
-        hosts, per_host = ranks.num_hosts, ranks.ranks_per_host
-        received = self.outer.between_hosts(blocks.reshape(hosts, -1)).reshape(hosts, per_host, -1)
-        received = all_to_all_within(self.inner, received.swapaxes(0, 1).reshape(per_host, -1))
-        return received.reshape(per_host, hosts, -1).swapaxes(0, 1).reshape(blocks.shape)
+        domains, per_domain = ranks.num_domains, ranks.ranks_per_domain
+        received = self.outer.between_domains(blocks.reshape(domains, -1)).reshape(domains, per_domain, -1)
+        received = all_to_all_within(self.inner, received.swapaxes(0, 1).reshape(per_domain, -1))
+        return received.reshape(per_domain, domains, -1).swapaxes(0, 1).reshape(blocks.shape)
 
     def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+        self, routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
     ) -> Handle:
-        # A choice of a token stands for a host: an expert there.
-        per_host = routing.num_experts // routing.num_hosts
-        first = per_host * jnp.arange(routing.num_hosts, dtype=jnp.int32)
-        ids = jnp.where(hosts, jnp.broadcast_to(first[None], hosts.shape), -1)
+        # A choice of a token stands for a domain: an expert there.
+        per_domain = routing.num_experts // routing.num_domains
+        first = per_domain * jnp.arange(routing.num_domains, dtype=jnp.int32)
+        ids = jnp.where(domains, jnp.broadcast_to(first[None], domains.shape), -1)
         no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
         none = no_counts[0, :1]
         destinations = Destinations(sent_rows, no_counts, place_rows, None, None, none, none)
@@ -203,16 +203,16 @@ class TwoHops:
         return _make_handle(self, routing, ids, destinations, metadata)[0]
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
-        send = lambda array: send_to_hosts(self.outer, handle.routing, handle.topk_idx, array)
+        send = lambda array: send_to_domains(self.outer, handle.routing, handle.topk_idx, array)
         weights = None if sent.weights is None else send(sent.weights)
-        on_host = dataclasses.replace(sent, leaves=tuple(map(send, sent.leaves)), weights=weights)
-        return self.inner.push(_inner_handle(handle), on_host)
+        in_domain = dataclasses.replace(sent, leaves=tuple(map(send, sent.leaves)), weights=weights)
+        return self.inner.push(_inner_handle(handle), in_domain)
 
     def pull(
         self, handle: Handle, pulled: Pull, attendance: Attendance = ALL_RANKS
     ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
-        on_host = dataclasses.replace(pulled, biases=(), adds_in_place=False, packing=Packing.NONE)
-        partials, returned, _ = self.inner.pull(_inner_handle(handle), on_host)
+        in_domain = dataclasses.replace(pulled, biases=(), adds_in_place=False, packing=Packing.NONE)
+        partials, returned, _ = self.inner.pull(_inner_handle(handle), in_domain)
         sums = []
         for partial in partials:
             wide = sum_dtype(partial.dtype)
@@ -224,14 +224,14 @@ class TwoHops:
             sums.append(total.astype(partial.dtype))
         if returned is None:
             return tuple(sums), None, AttendanceResult()
-        hosts = _host_of(handle.routing, handle.topk_idx)
-        total = jnp.zeros_like(returned, shape=hosts.shape)
+        domains = _domain_of(handle.routing, handle.topk_idx)
+        total = jnp.zeros_like(returned, shape=domains.shape)
         for number, part in enumerate(take_back(self.outer, handle, returned)):
-            total = jnp.where(hosts == number, part, total)
+            total = jnp.where(domains == number, part, total)
         return tuple(sums), total, AttendanceResult()
 
     def _take_back_sums(self, handle: Handle, partial: jax.Array, packing: Packing) -> list[jax.Array]:
-        """Returns, for each host, its part of the sums of this rank's tokens."""
+        """Returns, for each domain, its part of the sums of this rank's tokens."""
         if packing is Packing.NONE:
             return take_back(self.outer, handle, partial)
         packed = as_bits(self.quantize(partial, packing is Packing.FP8_ROUNDED, FLOOR))
@@ -248,62 +248,62 @@ def _inner_handle(handle: Handle) -> Handle:
     return handle.within
 
 
-def _host_of(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the host of each expert, -1 if the choice is unused."""
-    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_hosts))
+def _domain_of(routing: Routing, ids: jax.Array) -> jax.Array:
+    """Returns the domain of each expert, -1 if the choice is unused."""
+    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_domains))
 
 
 def _hop_1_rows(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns [T, hosts]: the index of each token among those sent to a host, -1 not sent or dropped."""
-    numbers = jnp.arange(routing.num_hosts, dtype=jnp.int32)[None, None]
-    is_sent = jnp.any(_host_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
+    """Returns [T, domains]: the index of each token among those sent to a domain, -1 not sent or dropped."""
+    numbers = jnp.arange(routing.num_domains, dtype=jnp.int32)[None, None]
+    is_sent = jnp.any(_domain_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
     rows = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
-    return jnp.where((is_sent > 0) & (rows < routing.host_rows), rows, -1)
+    return jnp.where((is_sent > 0) & (rows < routing.domain_rows), rows, -1)
 
 
 def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the ids [T, K], -1 also for choices on hosts whose buffer is full in hop 1."""
-    if routing.host_rows == routing.num_tokens:
+    """Returns the ids [T, K], -1 also for choices on domains whose buffer is full in hop 1."""
+    if routing.domain_rows == routing.num_tokens:
         return ids
-    rows = jnp.take_along_axis(_hop_1_rows(routing, ids), jnp.maximum(_host_of(routing, ids), 0), axis=1)
+    rows = jnp.take_along_axis(_hop_1_rows(routing, ids), jnp.maximum(_domain_of(routing, ids), 0), axis=1)
     return jnp.where(rows < 0, -1, ids)
 
 
 def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns [hosts * rows of hop 1]: the token that goes there, as token * hosts + host, -1 if none."""
+    """Returns [domains * rows of hop 1]: its token, as token * domains + domain, -1 if none."""
     rows = _hop_1_rows(routing, ids)
-    first = routing.host_rows * jnp.arange(routing.num_hosts, dtype=jnp.int32)
-    return invert(jnp.where(rows < 0, -1, first[None] + rows), routing.num_hosts * routing.host_rows)
+    first = routing.domain_rows * jnp.arange(routing.num_domains, dtype=jnp.int32)
+    return invert(jnp.where(rows < 0, -1, first[None] + rows), routing.num_domains * routing.domain_rows)
 
 
-def _through_hop_1(outer: HostBackend, routing: Routing, rows: jax.Array) -> jax.Array:
-    """Sends rows [hosts * rows of hop 1, ...], ordered by destination host. Returns those that arrive."""
-    blocks = rows.reshape(routing.num_hosts, routing.host_rows, *rows.shape[1:])
-    return outer.between_hosts(blocks).reshape(rows.shape)
+def _through_hop_1(outer: DomainBackend, routing: Routing, rows: jax.Array) -> jax.Array:
+    """Sends rows [domains * rows of hop 1, ...], ordered by destination domain. Returns those that arrive."""
+    blocks = rows.reshape(routing.num_domains, routing.domain_rows, *rows.shape[1:])
+    return outer.between_domains(blocks).reshape(rows.shape)
 
 
-def send_to_hosts(outer: HostBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
-    """Sends a payload [T, ...] in hop 1. Returns [hosts * rows of hop 1, ...], zero where no token came."""
+def send_to_domains(outer: DomainBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
+    """Sends a payload [T, ...] in hop 1. Returns [domains * rows of hop 1, ...], zero where no token came."""
     senders = _senders(routing, ids)
     return _through_hop_1(outer, routing, take(array, _tokens(routing, senders)))
 
 
-def take_back(outer: HostBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
-    """Returns, for each host, its rows for this rank's tokens [T, ...], zero where it has none."""
+def take_back(outer: DomainBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
+    """Returns, for each domain, its rows for this rank's tokens [T, ...], zero where it has none."""
     routing = handle.routing
     blocks = _through_hop_1(outer, routing, rows).reshape(
-        routing.num_hosts, routing.host_rows, *rows.shape[1:]
+        routing.num_domains, routing.domain_rows, *rows.shape[1:]
     )
     hop_1_rows = _hop_1_rows(routing, handle.topk_idx)
-    return [take(blocks[number], hop_1_rows[:, number]) for number in range(routing.num_hosts)]
+    return [take(blocks[number], hop_1_rows[:, number]) for number in range(routing.num_domains)]
 
 
 def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
-    return jnp.where(senders < 0, -1, senders // routing.num_hosts)
+    return jnp.where(senders < 0, -1, senders // routing.num_domains)
 
 
 def _send_metadata(
-    outer: HostBackend,
+    outer: DomainBackend,
     routing: Routing,
     ids: jax.Array,
     destinations: Destinations,
@@ -314,8 +314,8 @@ def _send_metadata(
     tokens = _tokens(routing, senders)
     if routing.has_row_per_choice:
         sent_rows = take(destinations.sent_rows, tokens)
-    else:  # those of a host's ranks only
-        sent_rows = take(destinations.sent_rows.reshape(-1, routing.ranks.ranks_per_host), senders)
+    else:  # those of a domain's ranks only
+        sent_rows = take(destinations.sent_rows.reshape(-1, routing.ranks.ranks_per_domain), senders)
     integers = [take(ids, tokens), sent_rows]
     if topk_weights is not None:
         integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
@@ -329,8 +329,8 @@ def _make_handle(
     """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
     sizes = (routing.top_k, routing.within.rows_per_token)
     global_ids, rows, bits = jnp.split(metadata, [sizes[0], sum(sizes)], axis=1)
-    is_here = _host_of(routing, global_ids) == host(routing.ranks)
-    within_ids = jnp.where(is_here, global_ids - host(routing.ranks) * routing.within.num_experts, -1)
+    is_here = _domain_of(routing, global_ids) == domain(routing.ranks)
+    within_ids = jnp.where(is_here, global_ids - domain(routing.ranks) * routing.within.num_experts, -1)
     if routing.has_row_per_choice:
         rows = jnp.where(is_here, rows, -1)
     weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
@@ -347,13 +347,13 @@ def _make_handle(
 
 
 def _make_inner_handle(
-    inner: HostBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
+    inner: DomainBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
 ) -> Handle:
     """Makes the handle of hop 2."""
-    within, hosts = routing.within, routing.num_hosts
-    per_host = within.num_ranks
-    between = destinations.rows_between.reshape(hosts, per_host, hosts, per_host)
-    between = jnp.sum(jnp.take(between, host(routing.ranks), axis=2), axis=0, dtype=jnp.int32)
+    within, domains = routing.within, routing.num_domains
+    per_domain = within.num_ranks
+    between = destinations.rows_between.reshape(domains, per_domain, domains, per_domain)
+    between = jnp.sum(jnp.take(between, domain(routing.ranks), axis=2), axis=0, dtype=jnp.int32)
     prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
     received = None
     if routing.has_row_per_choice:

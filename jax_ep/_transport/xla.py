@@ -135,9 +135,9 @@ class Xla:
         return all_gather(self.ranks, numbers)
 
     def place(
-        self, routing: Routing, hosts: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
+        self, routing: Routing, domains: jax.Array, sent_rows: jax.Array, place_rows: jax.Array
     ) -> Handle:
-        return placed_handle(routing, hosts, sent_rows, place_rows)
+        return placed_handle(routing, domains, sent_rows, place_rows)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
         if sent.row_weights is not None:
@@ -200,8 +200,8 @@ class Xla:
             returned = jnp.where(is_local, returned, 0)
         return tuple(sums), jnp.sum(_send_back(routing, returned), axis=0), attended
 
-    def between_hosts(self, blocks: jax.Array) -> jax.Array:
-        return collectives.between_hosts(self.ranks, blocks)
+    def between_domains(self, blocks: jax.Array) -> jax.Array:
+        return collectives.between_domains(self.ranks, blocks)
 
 
 def _scale(handle: Handle, rows: Leaves, factors: Leaves, row_weights: jax.Array) -> tuple[Leaves, jax.Array]:

@@ -57,11 +57,11 @@ class XlaLocal:
     keeps_bits: ClassVar[bool] = False
 
     def layout(
-        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_node: int
+        self, topk_idx: jax.Array, num_experts: int, num_ranks: int, ranks_per_domain: int
     ) -> LayoutCounts:
         pairs = count_pairs(routed_experts(topk_idx, num_experts), num_experts)
         in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
-        in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_node, ranks_per_node), axis=-1)
+        in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_domain, ranks_per_domain), axis=-1)
         return LayoutCounts(
             jnp.sum(in_rank, axis=0, dtype=jnp.int32),
             jnp.sum(in_node, axis=0, dtype=jnp.int32),

@@ -97,12 +97,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "three, with --peers all of them)",
     )
     parser.add_argument(
-        "--ranks-per-node",
+        "--ranks-per-domain",
         nargs="+",
         type=int,
         default=[],
         metavar="N",
-        help="also time the ops in two hops, as if each host had N ranks, and show the bytes of each hop",
+        help="also time the ops in two hops, as if each domain had N ranks, and show the bytes of each hop",
     )
     parser.add_argument(
         "--processes", type=int, default=1, help="processes that share the GPUs (default: %(default)s)"
@@ -111,7 +111,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--capacity",
         type=float,
         metavar="FACTOR",
-        help="capacity of a rank, and of the hop between hosts, relative to the rows that arrive under "
+        help="capacity of a rank, and of the hop between domains, relative to the rows that arrive under "
         "uniform routing; 0: the worst case, which padded experts always have room for (default: "
         f"{CPU_CAPACITY} on CPUs with uniform routing, otherwise the worst case). In the part skew that of "
         "the layer that may drop rows, and in the parts layer and model (default, and with 0: 1.25). The "

@@ -91,9 +91,9 @@ def of_ours(
     """Returns the step of an op of this package.
 
     'forward + backward' is the communication of a layer whose experts do nothing. `rows` holds `capacity` and
-    `host_capacity`.
+    `domain_capacity`.
     """
-    capacity, host_capacity = rows
+    capacity, domain_capacity = rows
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array | None = None, quantize: Any = None) -> Any:
         return jax_ep.dispatch(
@@ -104,7 +104,7 @@ def of_ours(
             num_experts=shape.experts,
             order=order,
             capacity=capacity,
-            host_capacity=host_capacity,
+            domain_capacity=domain_capacity,
             quantize=quantize,
             implementation=implementation,
         )

@@ -27,10 +27,10 @@ T = TypeVar("T")
 class Hops:
     """Data that the rank with the most rows receives from other ranks in each of two hops."""
 
-    copies: float  # rows from other hosts, per token of a rank
-    between_bytes: int  # of the rows from other hosts
+    copies: float  # rows from other domains, per token of a rank
+    between_bytes: int  # of the rows from other domains
     carried_bytes: int  # of the blocks that hold these rows, including unused space
-    within_bytes: int  # from other ranks of the host
+    within_bytes: int  # from other ranks of the domain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Result:
     wire_bytes: int  # of the rows that must cross a link
     bound_bytes: int  # limited by the ceiling: on the links, or in memory for local ops
     ceiling_gbs: float | None  # None on CPUs
-    per_host: int | None  # ranks per host, if rows make two hops
+    per_domain: int | None  # ranks per domain, if rows make two hops
     hops: Hops | None
 
     @property
@@ -69,8 +69,8 @@ class Result:
         sizes = f"{self.shape.tokens} tokens, {self.shape.experts} experts, {self.ranks} ranks"
         sms = "" if self.num_sms is None else f", at most {self.num_sms} SMs"
         order = f" by {self.order}" if self.order else ""
-        hosts = "" if self.per_host is None else f", {self.per_host} ranks a host"
-        return f"{self.op}{order}, {self.by}{hosts}, {self.name}, {sizes}{sms}"
+        domains = "" if self.per_domain is None else f", {self.per_domain} ranks a domain"
+        return f"{self.op}{order}, {self.by}{domains}, {self.name}, {sizes}{sms}"
 
     @property
     def share(self) -> float | None:
@@ -109,7 +109,7 @@ def show(console: Console, results: list[Result]) -> None:
             [
                 r.op,
                 r.order,
-                r.by if r.hops is None else f"{r.by}, {r.per_host} a host",
+                r.by if r.hops is None else f"{r.by}, {r.per_domain} a domain",
                 "" if r.sms is None else str(r.sms),
                 "" if r.device_us is None else f"{r.device_us:.1f}",
                 f"{r.end_to_end_us:.1f}",
@@ -126,7 +126,7 @@ def show(console: Console, results: list[Result]) -> None:
 def show_hops(console: Console, results: list[Result]) -> None:
     """Prints a table of the bytes of each hop, if any op made two hops."""
     table = Table("shape", "op", "order", title="two hops, MB of the rank that receives most")
-    for column in ("ranks a host", "us", "hop 1: copies a token", "needed", "carried", "hop 2"):
+    for column in ("ranks a domain", "us", "hop 1: copies a token", "needed", "carried", "hop 2"):
         table.add_column(column, justify="right")
     for r in results:
         if r.hops is None:
@@ -134,7 +134,7 @@ def show_hops(console: Console, results: list[Result]) -> None:
         sizes = (r.hops.between_bytes, r.hops.carried_bytes, r.hops.within_bytes)
         megabytes = [f"{size / 1e6:.4g}" for size in sizes]
         copies = f"{r.hops.copies:.2f}"
-        table.add_row(r.name, r.op, r.order, str(r.per_host), f"{r.us:.1f}", copies, *megabytes)
+        table.add_row(r.name, r.op, r.order, str(r.per_domain), f"{r.us:.1f}", copies, *megabytes)
     if table.row_count:
         console.print(table)
 

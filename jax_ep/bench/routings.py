@@ -64,14 +64,14 @@ def capacity_of(factor: float | None, shape: Shape, ranks: int, order: str) -> i
     return max(1, round(factor * rows))
 
 
-def host_rows_of(factor: float | None, shape: Shape, hosts: int) -> int:
-    """Returns the rows that a rank can receive from each host: `factor` times those of a uniform routing.
+def domain_rows_of(factor: float | None, shape: Shape, domains: int) -> int:
+    """Returns the rows that a rank can receive from each domain: `factor` times those of a uniform routing.
 
     Returns the number of tokens, the worst case, if `factor` is None.
     """
     if factor is None:
         return shape.tokens
-    rows = shape.tokens * _hit_probability(shape, shape.experts // hosts)
+    rows = shape.tokens * _hit_probability(shape, shape.experts // domains)
     return min(shape.tokens, max(1, round(factor * rows)))
 
 
@@ -81,8 +81,8 @@ def _hit_probability(shape: Shape, experts: int) -> float:
     return 1 - misses / math.comb(shape.experts, shape.top_k)
 
 
-def rows_of_hops(ids: np.ndarray, shape: Shape, ranks: int, per_host: int) -> tuple[int, int]:
-    """Returns the rows that a rank receives in hop 1 from other hosts, and in hop 2 from other ranks.
+def rows_of_hops(ids: np.ndarray, shape: Shape, ranks: int, per_domain: int) -> tuple[int, int]:
+    """Returns the rows that a rank receives in hop 1 from other domains, and in hop 2 from other ranks.
 
     Both are maxima over the ranks.
     """
@@ -90,10 +90,10 @@ def rows_of_hops(ids: np.ndarray, shape: Shape, ranks: int, per_host: int) -> tu
     sources = np.repeat(np.arange(ranks), shape.tokens)
     between = within = 0
     for rank in range(ranks):
-        host, index = divmod(rank, per_host)
-        comes_to_host = (np.where(owner < 0, -1, owner // per_host) == host).any(axis=1)
-        # Hop 1 connects ranks with the same index on their hosts.
-        same_index, other_host = sources % per_host == index, sources // per_host != host
-        between = max(between, int((comes_to_host & same_index & other_host).sum()))
+        domain, index = divmod(rank, per_domain)
+        comes_to_domain = (np.where(owner < 0, -1, owner // per_domain) == domain).any(axis=1)
+        # Hop 1 connects ranks with the same index on their domains.
+        same_index, other_domain = sources % per_domain == index, sources // per_domain != domain
+        between = max(between, int((comes_to_domain & same_index & other_domain).sum()))
         within = max(within, int(((owner == rank).any(axis=1) & ~same_index).sum()))
     return between, within

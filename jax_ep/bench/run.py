@@ -29,7 +29,7 @@ from jax_ep.bench import (
     skew,
 )
 from jax_ep.bench.arguments import CPU_CAPACITY, ORDERS
-from jax_ep.bench.routings import bytes_received, capacity_of, host_rows_of, route, rows_of_hops
+from jax_ep.bench.routings import bytes_received, capacity_of, domain_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 from jax_ep.bench.sms import bytes_of, sms_of
 
@@ -70,7 +70,7 @@ class Case:
     order: str  # empty for ops without an order
     by: str
     num_sms: int | None
-    per_host: int | None = None  # ranks per host; None: all ranks share one, and rows make one hop
+    per_domain: int | None = None  # ranks per domain; None: all ranks share one, and rows make one hop
 
 
 def swept_shapes(shape: Shape, ranks: int, swept: str | None) -> Iterator[tuple[Shape, int]]:
@@ -137,8 +137,8 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[Case]:
                 for order in orders_of(options, op, shape):
                     for sms in SMS if options.sweep == "sms" else [options.num_sms]:
                         yield from (Case(name, shape, count, op, order, by, sms) for by in implementations)
-                    for per_host in options.ranks_per_node if order else ():
-                        yield Case(name, shape, count, op, order, "ffi", options.num_sms, per_host)
+                    for per_domain in options.ranks_per_domain if order else ():
+                        yield Case(name, shape, count, op, order, "ffi", options.num_sms, per_domain)
             # XLA:CPU has no ragged_all_to_all.
             peers = [peer for peer in programs.PEERS if on_gpu or peer != "ragged_all_to_all"]
             for peer in peers if options.peers else ():
@@ -172,18 +172,18 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
     arguments = inputs(case.shape, ids, mesh)
     factor = capacity_factor_of(options)
     capacity = capacity_of(factor, case.shape, case.ranks, case.order or "rank")
-    hosts = case.ranks // (case.per_host or case.ranks)
-    host_rows = host_rows_of(factor, case.shape, hosts)
-    with jax_ep.Group(mesh, "ep", ranks_per_node=case.per_host, num_sms=case.num_sms) as group:
+    domains = case.ranks // (case.per_domain or case.ranks)
+    domain_rows = domain_rows_of(factor, case.shape, domains)
+    with jax_ep.Group(mesh, "ep", ranks_per_domain=case.per_domain, num_sms=case.num_sms) as group:
         if case.by in programs.PEERS:
             prepare = programs.of_peer(case.by, group, case.shape)
         else:
-            rows = (capacity, hosts * host_rows)
+            rows = (capacity, domains * domain_rows)
             by: Any = case.by  # "ffi" or "xla"
             prepare = programs.of_ours(case.op, case.order, group, case.shape, by, rows)
         run = programs.repeated(mesh, prepare, steps)
         end_to_end = measure.end_to_end_us(run, arguments, steps, options.repeats)
-        one_hop = case.by == "ffi" and hosts == 1
+        one_hop = case.by == "ffi" and domains == 1
         names = KERNELS.get(case.op, ()) if one_hop else ()
         device = measure.kernels_us(run, arguments, steps, names) if on_gpu else None
         group.check()
@@ -191,7 +191,7 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         sms = sms_of(group, *plan) if one_hop else None
     received = bytes_received(ids, case.shape, case.ranks, case.order or "rank")
     logical, wire = (round(NUM_TRANSFERS[case.op] * bytes_of(case.op, size)) for size in received)
-    ceiling, bound = rates["links"] if hosts == 1 else None, wire
+    ceiling, bound = rates["links"] if domains == 1 else None, wire
     if case.op in programs.LOCAL:
         logical = case.shape.tokens * (case.shape.top_k + 1) * case.shape.hidden * 2
         ceiling, bound = rates["memory"], logical
@@ -208,15 +208,15 @@ def time_case(case: Case, options: argparse.Namespace, rates: dict[str, float | 
         wire_bytes=wire,
         bound_bytes=bound,
         ceiling_gbs=ceiling,
-        hops=hops_of(case, ids, hosts, host_rows) if hosts > 1 else None,
+        hops=hops_of(case, ids, domains, domain_rows) if domains > 1 else None,
     )
 
 
-def hops_of(case: Case, ids: np.ndarray, hosts: int, host_rows: int) -> report.Hops:
+def hops_of(case: Case, ids: np.ndarray, domains: int, domain_rows: int) -> report.Hops:
     """Returns the bytes of each hop, for bfloat16 rows."""
-    assert case.per_host is not None
-    between, within = rows_of_hops(ids, case.shape, case.ranks, case.per_host)
-    carried = (hosts - 1) * host_rows
+    assert case.per_domain is not None
+    between, within = rows_of_hops(ids, case.shape, case.ranks, case.per_domain)
+    carried = (domains - 1) * domain_rows
     row_bytes = case.shape.hidden * 2
     transfers = NUM_TRANSFERS[case.op]
     sizes = (transfers * bytes_of(case.op, rows * row_bytes) for rows in (between, carried, within))

@@ -20,7 +20,7 @@ import numpy as np
 
 import jax_ep
 from jax_ep import _extension, _installation
-from jax_ep._group import cpu_threads, descriptors, nccl
+from jax_ep._group import connections, cpu_threads, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
 from jax_ep.command.info import cuda_majors, cuda_report, labeled, mesh_of, version
@@ -171,7 +171,8 @@ def _links(devices: Sequence[Any]) -> Iterator[Finding]:
     if unreachable:
         cure = (
             "these GPUs have no peer access, so ops use implementation='xla'. Check `nvidia-smi topo -p2p "
-            "r`, the IOMMU, and the container; or set Group(ranks_per_node=...) to GPUs that reach each other"
+            "r`, the IOMMU, and the container; or set Group(ranks_per_domain=...) to GPUs that reach each "
+            "other"
         )
         yield Finding("", f"not reachable: {unreachable[:8]}", cure, True)
     for kind in ("nvlink", "pcie"):
@@ -203,7 +204,7 @@ def _nccl(platform: str) -> Iterator[Finding]:
     text = f"{', '.join(paths) or 'not loaded yet'} (packages: {packages or 'none'})"
     cure = "two of them are loaded; remove one from LD_LIBRARY_PATH" if len(paths) > 1 else ""
     yield Finding("NCCL", text, cure, len(paths) > 1)
-    yield Finding("", f"between hosts: {nccl.describe()}")
+    yield Finding("", f"between domains: {nccl.describe()}")
 
 
 def _sharing(platform: str) -> Iterator[Finding]:
@@ -232,8 +233,8 @@ def _pass_descriptor() -> None:
         shared = os.memfd_create("jax_ep", os.MFD_CLOEXEC)
         stack.callback(os.close, shared)
         os.write(shared, b"jax_ep")
-        address = stack.enter_context(descriptors.serving([shared], 1))
-        (received,) = stack.enter_context(descriptors.received(address, 1, 0, None, 10.0))
+        address = stack.enter_context(connections.serving([shared], 1, None))
+        (received,) = stack.enter_context(connections.received(address, 1, 0, None, 10.0))
         if os.pread(received, 6, 0) != b"jax_ep":
             raise OSError("the memory that was received is not the memory that was sent")
 
@@ -242,12 +243,12 @@ def _group(label: str, devices: Sequence[Any]) -> Finding:
     """Returns which implementation a group of the devices uses."""
     with warnings.catch_warnings(action="ignore"), Group(mesh_of(devices), "ep") as group:
         info = group.info()
-    text = f"{len(devices)} ranks, {info.ranks_per_node} on each host, implementation={info.implementation!r}"
+    text = f"{len(devices)} ranks, {info.ranks_per_domain} a domain, implementation={info.implementation!r}"
     if info.implementation == "ffi" or _extension.reason_against_ffi(devices[0].platform):
         return Finding(label, text)  # the line of the extension has the reason
     chosen = os.environ.get("JAX_EP_IMPLEMENTATION") == "xla"
-    one_host_each = devices[0].platform == "cpu" and info.ranks_per_node == 1
-    return Finding(label, text, info.reason, not (chosen or one_host_each))
+    one_domain_each = devices[0].platform == "cpu" and info.ranks_per_domain == 1
+    return Finding(label, text, info.reason, not (chosen or one_domain_each))
 
 
 def _self_tests(devices: Sequence[Any], watch: Callable[[str], None]) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import jax
 
 import jax_ep
 from jax_ep import _extension, _installation
-from jax_ep._group import nccl
+from jax_ep._group import domains, nccl
 from jax_ep._group.group import Group
 
 WIDTH = 110
@@ -148,7 +148,8 @@ def collect() -> dict[str, Any]:
         info = group.info()  # has the reason of a fallback, about which the group warns
     report["implementation"] = info.implementation
     report["why_not_ffi"] = "" if info.implementation == "ffi" else info.reason
-    report["ranks_per_node"] = info.ranks_per_node
+    report["ranks_per_domain"] = info.ranks_per_domain
+    report["fabric"] = domains.describe_sharing(devices[0]) if on_gpu else None
     report["rails"] = nccl.describe() if on_gpu else None
     report["device_bytes_of_a_group"] = info.device_bytes
     return report
@@ -196,9 +197,11 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines.append(f"ops run as  implementation={report['implementation']!r}")
     if report["why_not_ffi"]:
         lines += labeled("", f"not 'ffi': {report['why_not_ffi']}")
-    lines.append(f"hosts       each has {report['ranks_per_node']} of {len(report['devices'])} ranks")
+    lines.append(f"domains     each has {report['ranks_per_domain']} of {len(report['devices'])} ranks")
+    if report["fabric"] is not None:
+        lines += labeled("", f"may span hosts that NVLink joins: {report['fabric']}")
     if report["rails"] is not None:
-        lines.append(f"{'':12s}between hosts: {report['rails']}")
+        lines.append(f"{'':12s}between domains: {report['rails']}")
     group_bytes = report["device_bytes_of_a_group"]
     lines.append(
         f"a group     occupies {group_bytes} bytes of JAX's memory on each device, and no other memory"

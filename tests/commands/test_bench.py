@@ -18,7 +18,7 @@ from layers import R
 import jax_ep
 from jax_ep.bench import decode, layers, measure, plots, processes, programs, progress, report, run, skew
 from jax_ep.bench.arguments import ORDERS
-from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, host_rows_of, route, rows_of_hops
+from jax_ep.bench.routings import ROUTINGS, bytes_received, capacity_of, domain_rows_of, route, rows_of_hops
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES, Shape
 
 pytestmark = pytest.mark.one_jax
@@ -167,7 +167,7 @@ def test_no_step_is_merged_or_dropped(op, order):
     [("dispatch", "expert"), ("dispatch FP8", "rank"), ("combine", "rank"), ("round trip", "expert")],
 )
 def test_no_step_of_two_hops_is_merged_or_dropped(op, order):
-    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep", ranks_per_node=R // 2) as group:
+    with jax_ep.Group(make_mesh((R,), ("ep",)), "ep", ranks_per_domain=R // 2) as group:
         shape = dataclasses.replace(SHAPE, hidden=128)
         prepare = programs.of_ours(op, order, group, shape, "ffi")
         repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
@@ -179,26 +179,26 @@ def test_no_step_of_two_hops_is_merged_or_dropped(op, order):
         }
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
-def test_rows_of_hops_are_those_of_the_busiest_receivers(per_host):
+@pytest.mark.parametrize("per_domain", [1, 2])
+def test_rows_of_hops_are_those_of_the_busiest_receivers(per_domain):
     ids = route("zipf", SHAPE, 4)
     owners = ids.reshape(4, 12, 3) // 4  # of four experts each
     between, within = np.zeros(4, int), np.zeros(4, int)
     for source, tokens in enumerate(owners):
         for token in tokens:
-            for host in {owner // per_host for owner in token}:
-                through = host * per_host + source % per_host
-                between[through] += host != source // per_host
-                for owner in {owner for owner in token if owner // per_host == host}:
+            for domain in {owner // per_domain for owner in token}:
+                through = domain * per_domain + source % per_domain
+                between[through] += domain != source // per_domain
+                for owner in {owner for owner in token if owner // per_domain == domain}:
                     within[owner] += owner != through
-    assert rows_of_hops(ids, SHAPE, 4, per_host) == (between.max(), within.max())
+    assert rows_of_hops(ids, SHAPE, 4, per_domain) == (between.max(), within.max())
 
 
-def test_a_host_capacity_of_one_is_what_a_uniform_routing_needs():
+def test_a_domain_capacity_of_one_is_what_a_uniform_routing_needs():
     shape = Shape(tokens=2000, hidden=8, top_k=3, experts=16, inner=8)
     between, _ = rows_of_hops(route("uniform", shape, 4), shape, 4, 1)
-    assert abs(3 * host_rows_of(1.0, shape, 4) - between) < 0.04 * between
-    assert host_rows_of(None, shape, 4) == host_rows_of(50.0, shape, 4) == 2000
+    assert abs(3 * domain_rows_of(1.0, shape, 4) - between) < 0.04 * between
+    assert domain_rows_of(None, shape, 4) == domain_rows_of(50.0, shape, 4) == 2000
 
 
 @pytest.mark.parametrize("order", ["rank", "expert"])

@@ -57,16 +57,16 @@ def test_a_short_run(tmp_path):
 
 @pytest.mark.slow
 def test_two_hops_beside_one(tmp_path, bench):
-    hosts = ["--devices", "4", "--ranks-per-node", "2", "--capacity", "0"]
-    options = ["--orders", "rank", *hosts, "--json", "out.json"]
+    domains = ["--devices", "4", "--ranks-per-domain", "2", "--capacity", "0"]
+    options = ["--orders", "rank", *domains, "--json", "out.json"]
     status, output = bench(*options)
     assert status == 0, output
     assert "two hops, MB of the rank that receives most" in output
     results = json.loads((tmp_path / "out.json").read_text())["results"]
-    timed = {(r["op"], r["per_host"]): r for r in results}
+    timed = {(r["op"], r["per_domain"]): r for r in results}
     assert timed["dispatch", None]["hops"] is None
     hops = timed["dispatch", 2]["hops"]
-    assert hops["carried_bytes"] == 32 * 128 * 2  # every token to the other host
+    assert hops["carried_bytes"] == 32 * 128 * 2  # every token to the other domain
     assert 0 < hops["between_bytes"] <= hops["carried_bytes"]
     assert hops["within_bytes"] > 0
     assert timed["round trip", 2]["hops"]["between_bytes"] == 2 * hops["between_bytes"]

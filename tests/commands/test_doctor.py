@@ -128,4 +128,4 @@ def test_several_processes(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "8"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "processes   4 ranks, 2 on each host, implementation='ffi'" in done.stdout
+    assert "processes   4 ranks, 2 a domain, implementation='ffi'" in done.stdout

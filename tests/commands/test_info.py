@@ -24,7 +24,7 @@ def test_as_json(tmp_path):
     platform = jax.default_backend()
     assert {device["platform"] for device in report["devices"]} == {platform}
     assert (report["implementation"], report["why_not_ffi"]) == ("ffi", "")
-    assert report["ranks_per_node"] == len(report["devices"])
+    assert report["ranks_per_domain"] == len(report["devices"])
     if platform == "gpu":
         assert all("memory" in device for device in report["devices"])
         links = report["links"]
@@ -37,7 +37,7 @@ def test_as_text(capsys):
     out = capsys.readouterr().out
     assert f"jax         {jax.__version__}" in out
     assert "ops run as  implementation='ffi'" in out
-    assert f"hosts       each has {len(jax.devices())} of {len(jax.devices())} ranks" in out
+    assert f"domains     each has {len(jax.devices())} of {len(jax.devices())} ranks" in out
 
 
 def test_names_the_engine_of_each_architecture(monkeypatch):

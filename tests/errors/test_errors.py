@@ -321,7 +321,7 @@ def test_a_platform_without_handlers(foreign_group):
 
 def test_a_group_across_processes_on_the_cpu(foreign_group):
     group = foreign_group(spans_processes=True)
-    with pytest.raises(ValueError, match="ranks of a host must live in one process"):
+    with pytest.raises(ValueError, match="ranks of a domain must live in one process"):
         group._resolve("ffi")
     assert group._resolve("xla") == "xla"
 

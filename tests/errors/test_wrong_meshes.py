@@ -50,7 +50,7 @@ def check_refused(group, run, told):
             np.asarray(run())
         group.check()  # nothing is late
     else:
-        # An error may only say that another host failed. `run()` would gather results from all processes, but
+        # An error may only say another domain failed. `run()` would gather results from all processes, but
         # a process whose call has raised does not take part.
         program = run.func.lower(*run.args).compile()
         errors = (jax.errors.JaxRuntimeError, jax_ep.PeerTimeoutError)
@@ -86,9 +86,9 @@ def test_ranks_that_change_their_list(check_vma, order):
 def test_ranks_that_change_their_host(check_vma):
     mesh = make_mesh((4,), ("moved",))
     turned = Mesh(mesh.devices[[0, 3, 2, 1]], ("moved",))
-    with jax_ep.Group(mesh, "moved", timeout_s=TIMEOUT_S, ranks_per_node=2) as group:
+    with jax_ep.Group(mesh, "moved", timeout_s=TIMEOUT_S, ranks_per_domain=2) as group:
         run = compile_layer(group, turned, ("moved",), "rank", check_vma)
-        check_refused(group, run, r"one group per host\).* was made for another mesh")
+        check_refused(group, run, r"one group per domain\).* was made for another mesh")
 
 
 @ORDERS

@@ -107,7 +107,7 @@ def with_expert_params(params):
 
 
 def test_rejects_handle_of_hop_2(open_group):
-    group = open_group(make_mesh((R,), ("ep",)), "ep", ranks_per_node=1)
+    group = open_group(make_mesh((R,), ("ep",)), "ep", ranks_per_domain=1)
     sent_to = lambda x: jax_ep.dispatch(x, IDS[:T], group=group, num_experts=E)
     with pytest.raises(ValueError, match=r"^combine: handle is the handle of hop 2"):
         traced(lambda x: jax_ep.combine(sent_to(x).x, sent_to(x).handle.within))

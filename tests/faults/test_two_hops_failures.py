@@ -1,7 +1,7 @@
-"""What a layer computes where a hop between hosts fails: nothing that is finite and wrong, on any rank.
+"""What a layer computes where a hop between domains fails: nothing that is finite and wrong, on any rank.
 
 Hops over rails fail on GPUs alone, so their promises are made up here (docs/protocol.md): from a failed hop
-on no op within that host ends well, and no rank of it hops. The layer must rely on nothing else.
+on no op within that domain ends well, and no rank of it hops. The layer must rely on nothing else.
 """
 
 import jax
@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._transport import ffi
-from jax_ep._transport.collectives import host, rank
+from jax_ep._transport.collectives import domain, rank
 
 # What fails is made up of XLA's ops, so GPUs show nothing more, and take more than a minute.
 pytestmark = [pytest.mark.one_jax, pytest.mark.no_gpu]
 
-R, PER_HOST, T, K, E, H = 4, 2, 16, 2, 8, 8
+R, PER_DOMAIN, T, K, E, H = 4, 2, 16, 2, 8, 8
 NEVER = 10**9
 
 
@@ -32,13 +32,13 @@ class Failures:
         self.down = None
         for name in ("route", "push", "pull"):
             monkeypatch.setattr(ffi.Ffi, name, self._within(getattr(ffi.Ffi, name)))
-        monkeypatch.setattr(ffi.Ffi, "between_hosts", self._between(ffi.Ffi.between_hosts))
+        monkeypatch.setattr(ffi.Ffi, "between_domains", self._between(ffi.Ffi.between_domains))
 
     def _within(self, op):
         def run(*args, **options):
             self.ops += 1
             now, results = self.ops, op(*args, **options)
-            here = self.down[jax.lax.axis_index("ep") // PER_HOST] < now
+            here = self.down[jax.lax.axis_index("ep") // PER_DOMAIN] < now
             return jax.tree.map(lambda leaf: jnp.where(here, _filled(leaf), leaf), results)
 
         return run
@@ -47,8 +47,8 @@ class Failures:
         def run(backend, blocks):
             self.ops += 1
             self.hops.append(self.ops)
-            fails = self.down[host(backend.ranks)] == self.ops
-            fails &= rank(backend.ranks) % PER_HOST == 0
+            fails = self.down[domain(backend.ranks)] == self.ops
+            fails &= rank(backend.ranks) % PER_DOMAIN == 0
             out = hop(backend, blocks)
             return jnp.where(fails | (self.down.min() < self.ops), _filled(out), out)
 
@@ -61,7 +61,7 @@ def _filled(leaf):
 
 @pytest.mark.parametrize("order", ["rank", "expert"])
 def test_no_rank_has_rows_that_are_wrong(order, monkeypatch):
-    on, failures = ranks(R, PER_HOST), Failures(monkeypatch)
+    on, failures = ranks(R, PER_DOMAIN), Failures(monkeypatch)
     x, w = floats((R * T, H), seed=1), floats((R * T, K), seed=2)
     ids = routing("sprinkled", R, T, K, E).reshape(-1, K)
 
@@ -85,10 +85,10 @@ def test_no_rank_has_rows_that_are_wrong(order, monkeypatch):
     hops, ops = failures.hops, failures.ops
     assert len(hops) >= 6
     for at in range(1, ops + 1):
-        # The other host is told at the next hop. Of a hop it may fail as well.
+        # The other domain is told at the next hop. Of a hop it may fail as well.
         told = next((hop for hop in hops if hop > at), NEVER)
         for down in {(at, told), (told, at), (at, at) if at in hops else (at, told)}:
             for wanted, found in zip(good, results(down), strict=True):
                 wrong = (found != wanted) & np.isfinite(found)
-                assert not wrong.any(), f"hosts fail at {down}: {wrong.sum()} of {wrong.size}"
+                assert not wrong.any(), f"domains fail at {down}: {wrong.sum()} of {wrong.size}"
     assert np.isnan(results((hops[0], hops[0]))[0]).any()

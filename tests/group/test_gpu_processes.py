@@ -28,11 +28,12 @@ def need_gpus(count):
     skip_or_fail("GPUs", count, COUNT)
 
 
-def run(task, processes, *, hide=False, apart=False, may_die=(), last=None, **environment):
+def run(task, processes, *, hide=False, apart=False, joined=0, may_die=(), last=None, **environment):
     """Starts the processes, all GPUs of the host shared among them; their outputs.
 
     `last`: what else is in the environment of the last process.
     `apart`: each is to think that it is on a host of its own, and NCCL, too, which then uses sockets.
+    `joined`: and that NVLink joins so many of these hosts.
     """
     need_gpus(1)
     address, commands, environments = free_address(), [], []
@@ -46,6 +47,8 @@ def run(task, processes, *, hide=False, apart=False, may_die=(), last=None, **en
         if apart:
             host = f"host {process}"
             environments[-1] |= {"JAX_EP_TEST_HOST": host, "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+        if joined:
+            environments[-1]["JAX_EP_TEST_CLUSTER"] = f"cluster-{process // joined}"
     environments[-1] |= last or {}
     try:
         return run_all(commands, environments, timeout=110, may_die=may_die)
@@ -85,10 +88,10 @@ def test_hosts_of_one_process_each():
     need_gpus(2)
     one = run("digests", 1)
     each = COUNT // 2
-    made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(each))
+    made_up = run("digests", 1, JAX_EP_TEST_RANKS_PER_DOMAIN=str(each))
     found = run("digests", 2, apart=True)
     for outputs in (made_up, found):
-        assert all(f"ranks_per_node={each}" in output for output in outputs)
+        assert all(f"ranks_per_domain={each}" in output for output in outputs)
         assert all("implementation='ffi'" in output for output in outputs)
         assert digests(outputs, "dispatched") == digests(one, "dispatched")
     assert digests(found) == digests(made_up)
@@ -96,7 +99,7 @@ def test_hosts_of_one_process_each():
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    """The environment in which NCCL's proxy has a plugin that takes the place of a network between hosts."""
+    """The environment where NCCL's proxy has a plugin that takes the place of a network between domains."""
     need_gpus(1)
     skip_or_fail("compilers (g++)", 1, int(shutil.which("g++") is not None))
     plugin = tmp_path_factory.mktemp("plugin") / "librma_test.so"
@@ -110,7 +113,7 @@ def network(tmp_path_factory):
 def joined(network):
     """What a layer computes where NCCL joins the hosts, beside JAX's collectives."""
     outputs = run("digests", 2, apart=True, **network)
-    if any("between_hosts='xla'" in output for output in outputs):
+    if any("between_domains='xla'" in output for output in outputs):
         reason = re.search(r"reason=(.*), device_bytes", outputs[0]).group(1)
         lacks = ("at least .* is needed", "was built without", "has not loaded NCCL")
         assert any(re.search(words, reason) for words in lacks), reason
@@ -130,56 +133,73 @@ def joined(network):
     ids=lambda conditions: next(iter(conditions)),
 )
 def test_hosts_that_are_joined_by_nccl(network, joined, conditions):
-    """The kernel between hosts, whatever the network does."""
+    """The kernel between domains, whatever the network does."""
     outputs = run("digests", 2, apart=True, **network, **conditions)
-    assert all("between_hosts='nccl'" in output for output in outputs)
+    assert all("between_domains='nccl'" in output for output in outputs)
     assert digests(outputs) == joined
 
 
-def test_death_of_a_host_that_is_joined_by_nccl(network, joined):
-    outputs = run("death of a host", 2, apart=True, may_die={1}, **network)
+def test_death_of_a_domain_that_is_joined_by_nccl(network, joined):
+    outputs = run("death of a domain", 2, apart=True, may_die={1}, **network)
     seconds, text = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
-    assert "heard nothing from host 1 within 5 s" in text
+    assert "heard nothing from domain 1 within 5 s" in text
     assert float(seconds) < 10
 
 
 def test_a_host_that_calls_another_op(network, joined):
     outputs = run("another order", 2, apart=True, **network)
     for output in outputs:
-        assert re.search(r"error: .*hop between hosts: .* was sent rows of another op", output)
+        assert re.search(r"error: .*hop between domains: .* was sent rows of another op", output)
         assert not re.search(r"^wrong [1-9]", output, re.M)
 
 
 def test_hosts_of_several_processes_each():
     """Each of two hosts has two processes, which share their memory with each other only."""
-    per_host = 2 * max(COUNT // 4, 1)
-    found = run("digests", 4, JAX_EP_TEST_RANKS_PER_NODE=str(per_host))
-    assert all(f"ranks_per_node={per_host}" in output for output in found)
+    per_domain = 2 * max(COUNT // 4, 1)
+    found = run("digests", 4, JAX_EP_TEST_RANKS_PER_DOMAIN=str(per_domain))
+    assert all(f"ranks_per_domain={per_domain}" in output for output in found)
     assert digests(found, "dispatched") == digests(run("digests", 4), "dispatched")
     assert len(digests(found)) == 2
-    if 2 * per_host == COUNT:
-        assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_NODE=str(per_host)))
+    if 2 * per_domain == COUNT:
+        assert digests(found) == digests(run("digests", 1, JAX_EP_TEST_RANKS_PER_DOMAIN=str(per_domain)))
 
 
-def test_death_of_a_host():
+def test_death_of_a_domain():
     """JAX's collectives say so, at once: whatever waits for them fails, and nothing wrong comes out."""
-    outputs = run("death of a host", 2, apart=True, may_die={1})
+    outputs = run("death of a domain", 2, apart=True, may_die={1})
     seconds, _ = re.search(r"after ([\d.]+) s: (.*)", outputs[0]).groups()
     assert float(seconds) < 10
 
 
-def test_death_of_a_process():
+def test_hosts_that_nvlink_joins_are_as_one():
+    """Their processes meet over TCP, and find one another's memory by handles: rows make one hop."""
+    outputs = run("digests", 2, apart=True, joined=2)
+    assert all(f"ranks_per_domain={max(COUNT // 2, 1) * 2}," in output for output in outputs)
+    assert digests(outputs) == digests(run("digests", 2))
+
+
+def test_two_domains_of_two_hosts_each():
+    """Rows make two hops, one between domains and one within, as with ranks that are told their domains."""
+    per_domain = 2 * max(COUNT // 4, 1)
+    outputs = run("digests", 4, apart=True, joined=2)
+    assert all(f"ranks_per_domain={per_domain}" in output for output in outputs)
+    assert digests(outputs) == digests(run("digests", 4, JAX_EP_TEST_RANKS_PER_DOMAIN=str(per_domain)))
+
+
+@pytest.mark.parametrize("hosts", [{}, {"apart": True, "joined": 8}], ids=["one host", "hosts"])
+def test_death_of_a_process(hosts):
     count = max(COUNT, 2)
-    outputs = run("death", count, may_die={count - 1})
+    outputs = run("death", count, may_die={count - 1}, **hosts)
     for output in outputs[:-1]:
         seconds, text = re.search(r"after ([\d.]+) s: (.*)", output).groups()
         assert re.search(rf"rank\(s\) {count - 1} did not arrive in time", text)
         assert float(seconds) < 10
 
 
-def test_threads_that_run_programs_in_other_orders_are_refused():
+@pytest.mark.parametrize("hosts", [{}, {"apart": True, "joined": 2}], ids=["one host", "hosts"])
+def test_threads_that_run_programs_in_other_orders_are_refused(hosts):
     """First calls: the programs have equal ops, but not the same names. Then the group works as before."""
-    for output in run("two threads", 2):
+    for output in run("two threads", 2, **hosts):
         errors = re.findall(r"^error: (.*)$", output, re.M)
         assert len(errors) == 2
         for error in errors:
@@ -189,8 +209,9 @@ def test_threads_that_run_programs_in_other_orders_are_refused():
         assert "doubled True" in output
 
 
-def test_a_hundred_groups_leak_no_descriptor():
-    for output in run("descriptors", 2):
+@pytest.mark.parametrize("hosts", [{}, {"apart": True, "joined": 2}], ids=["one host", "hosts"])
+def test_a_hundred_groups_leak_no_descriptor(hosts):
+    for output in run("descriptors", 2, **hosts):
         early, late = re.search(r"descriptors (\d+) (\d+)", output).groups()
         assert early == late
 

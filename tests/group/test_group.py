@@ -111,10 +111,10 @@ class FakeGpus:
         self.failed = False
         return ""
 
-    def open(self, key, ranks, num_ranks, meeting):
+    def open(self, key, ranks, num_ranks):
         assert self.busy.acquire(blocking=False), "two threads prepare a group at once"
         time.sleep(0.02)
-        self.log.append(("open", num_ranks, meeting))
+        self.log.append(("open", num_ranks))
         self.ranks = ranks
         self.busy.release()
         return ""
@@ -145,7 +145,7 @@ def test_threads_that_make_equal_groups_reserve_memory_once(fake_gpus):
     assert sorted(entry for entry in fake_gpus.log if entry[0] == "reserve") == [
         ("reserve", device.id) for device in devices
     ]
-    assert fake_gpus.log.count(("open", 4, -1)) == 4
+    assert fake_gpus.log.count(("open", 4)) == 4
     assert fake_gpus.ranks == [
         (device.local_hardware_id, device.id << 8 | device.id + 1 << 32, 0, 0) for device in devices
     ]
@@ -174,7 +174,7 @@ def test_a_failed_group_is_reset_after_what_was_launched_before(fake_gpus, monke
     fake_gpus.failed = True
     with jax_ep.Group(mesh, "ep") as group:
         assert group._open_on_gpus(fake_gpus.module, devices) == ""
-    assert fake_gpus.log[2:] == [("drain", 2), ("reset", 2**31 + 5, 7), ("open", 2, -1)]
+    assert fake_gpus.log[2:] == [("drain", 2), ("reset", 2**31 + 5, 7), ("open", 2)]
 
 
 def test_a_wait_that_ends():
@@ -316,10 +316,10 @@ def test_stats():
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("ranks_per_node", [None, 1])
-def test_another_option_of_an_equal_group_warns_and_counts(open_group, ranks_per_node):
+@pytest.mark.parametrize("ranks_per_domain", [None, 1])
+def test_another_option_of_an_equal_group_warns_and_counts(open_group, ranks_per_domain):
     mesh = make_mesh((2,), ("options",))
-    open_equal = functools.partial(open_group, mesh, "options", ranks_per_node=ranks_per_node)
+    open_equal = functools.partial(open_group, mesh, "options", ranks_per_domain=ranks_per_domain)
     first = open_equal()
     assert first._timeout_s == 300
     open_equal(timeout_s=500, num_sms=4)  # the first was given none

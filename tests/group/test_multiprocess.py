@@ -1,5 +1,6 @@
-"""Several processes: on the CPU each is a host; and how GPUs' memory is shared."""
+"""Several processes: on the CPU each is a domain; and how GPUs' memory is shared."""
 
+import contextlib
 import glob
 import os
 import pathlib
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import types
 
 import multi_process
@@ -23,18 +25,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 
 
-def run_processes(count, arguments, may_die=(), own=None, **more):
-    """Processes that share eight virtual devices, of these arguments for a coordinator; their outputs.
-
-    `own`: what else is in the environment of each process.
-    """
-    address = free_address()
-    environment = {
+def environment_of(count):
+    """The environment of each of so many processes, which share eight virtual devices."""
+    return {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags_of_processes(xla_force_host_platform_device_count=8 // count),
         "NPROC": "16",
-        **more,
     }
+
+
+def run_processes(count, arguments, may_die=(), own=None, **more):
+    """Processes of these arguments for a coordinator; their outputs.
+
+    `own`: what else is in the environment of each process.
+    """
+    address, environment = free_address(), environment_of(count) | more
     commands = [[sys.executable, *arguments(address, process)] for process in range(count)]
     environments = [environment | other for other in own or [{}] * count]
     return run_all(commands, environments, timeout=200, may_die=may_die)
@@ -90,7 +95,7 @@ def test_the_example_learns():
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
     assert "8 ranks in 2 processes: GroupInfo(implementation='ffi', reason=''" in done.stdout
-    assert "ranks_per_node=4" in done.stdout
+    assert "ranks_per_domain=4" in done.stdout
     # Besides, Gloo tells of its connections, of several processes at a time and in the midst of a line.
     others = [line for line in done.stdout.splitlines() if not line.startswith(("step ", "8 ranks "))]
     assert all("Gloo" in line or "peer ranks" in line or line.strip("0123456789 ") == "" for line in others)
@@ -166,7 +171,7 @@ def test_the_others_hear_of_a_host_that_dies(task, count):
         assert float(seconds) < 8
         seconds, text = re.search(r"check after ([\d.]+) s: (.*)", output).groups()
         assert float(seconds) < 8
-        assert re.search("of group .* did not (hear from the other hosts|arrive) within 4 s", text)
+        assert re.search("of group .* did not (hear from the other domains|arrive) within 4 s", text)
 
 
 @pytest.mark.slow
@@ -201,17 +206,62 @@ def share(task):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_processes_share_what_each_device_has():
-    """Both see the same file for each device, its owner by itself, the other through the socket."""
-    outputs = share("all goes well")
+@pytest.mark.parametrize("hosts", ["", " on two hosts"])
+def test_processes_share_what_each_device_has(hosts):
+    """Both see the same file for each device, its owner by itself, the other through a socket or a handle."""
+    outputs = share(f"all goes well{hosts}")
     first, second = (dict(re.findall(r"^(.*): inode (\d+)", output, re.M)) for output in outputs)
     assert first == second
-    meetings = {name: inode for name, inode in first.items() if name.endswith("meeting")}
-    assert len(meetings) == len(set(meetings.values())) == 6  # one of each group
-    memory = {inode for name, inode in first.items() if name not in meetings}
-    assert len(memory) == 8  # the same for all groups
+    assert len(first) == 6 * 8  # of each group
+    assert len(set(first.values())) == 8  # the same for all groups
     assert all(output.count("descriptors closed") == 2 for output in outputs)
     # Each sees that the other ends, even if a child of it does not.
+    assert "saw the end of the other" in outputs[0]
+    assert "the other lives" in outputs[1]
+
+
+@pytest.fixture
+def two_networks():
+    """What runs a command in one of two network namespaces that a cable joins, at 10.9.0.1 and 10.9.0.2."""
+    with contextlib.ExitStack() as stack:
+
+        def hold(*prefix):
+            holder = subprocess.Popen([*prefix, "sleep", "120"], stderr=subprocess.DEVNULL)
+            stack.callback(holder.wait)
+            stack.callback(holder.kill)
+            for _ in range(200):  # until it has its namespaces
+                if holder.poll() is not None:
+                    pytest.skip("needs network namespaces, which this machine does not let it make")
+                if os.path.basename(os.readlink(f"/proc/{holder.pid}/exe")) == "sleep":
+                    break
+                time.sleep(0.05)
+            enter = ["nsenter", "-t", str(holder.pid), "--user", "--preserve-credentials", "--net", "--uts"]
+            return holder.pid, enter
+
+        _, enter_first = hold("unshare", "--user", "--map-root-user", "--net", "--uts")
+        second, enter_second = hold(*enter_first, "unshare", "--net", "--uts")
+        cable = ["ip", "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", str(second)]
+        if subprocess.run([*enter_first, *cable], capture_output=True).returncode != 0:
+            pytest.skip("needs virtual network devices, which this machine does not let it make")
+        for number, enter in ((1, enter_first), (2, enter_second)):
+            for command in (
+                f"ip addr add 10.9.0.{number}/24 dev cable",
+                "ip link set cable up",
+                "ip link set lo up",
+                f"hostname 10.9.0.{number}",  # from which gloo takes its address
+            ):
+                subprocess.run([*enter, *command.split()], check=True)
+        yield enter_first, enter_second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_hosts_find_each_other_in_the_network(two_networks):
+    """Each process sees only the network of its own host."""
+    worker = str(SUPPORT / "share_memory_worker.py")
+    arguments = [sys.executable, worker, "all goes well on two hosts", "10.9.0.1:7001"]
+    commands = [[*enter, *arguments, str(process)] for process, enter in enumerate(two_networks)]
+    outputs = run_all(commands, [environment_of(2)] * 2, timeout=120)
     assert "saw the end of the other" in outputs[0]
     assert "the other lives" in outputs[1]
 
@@ -220,7 +270,9 @@ def test_processes_share_what_each_device_has():
 FAILURES = {
     "1: hold": "process 1: KeyError: 'not of a kind that is expected'",
     "1: export": "process 1: no export to be had",
-    "0: meeting": "process 0: no meeting to be had",
+    "1: fabric export on two hosts": "process 1: no fabric export to be had",
+    "0: fabric import on two hosts": "process 0: no fabric import to be had",
+    "0: watch on two hosts": "process 0: no watch to be had",
     "0: import": "process 0: no import to be had",
     "1: watch": "process 1: no watch to be had",
     "1: open": "process 1: process 1 says no",

@@ -1,4 +1,4 @@
-"""Which groups get rails between their hosts, and what is compiled where they do. No network is needed."""
+"""Which groups get rails between their domains, and what is compiled where they do. No network is needed."""
 
 import ast
 import dataclasses
@@ -45,8 +45,8 @@ class Module:
         self.asked.append("id")
         return f"id {len(self.asked)}"
 
-    def connect_rails(self, key, rails, num_hosts):
-        self.asked.append(("connect", rails, num_hosts))
+    def connect_rails(self, key, rails, num_domains):
+        self.asked.append(("connect", rails, num_domains))
         return self._say("connect")
 
     def _say(self, step):
@@ -93,15 +93,15 @@ def others(monkeypatch):
     return answers
 
 
-def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), reason="", per_host=2, limit_s=1.0):
+def open_rails(module, monkeypatch, processes=((0, 0, 1, 1),), reason="", per_domain=2, limit_s=1.0):
     monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
-    return nccl.open_rails(grid(processes), per_host, reason, limit_s)
+    return nccl.open_rails(grid(processes), per_domain, reason, limit_s)
 
 
 def test_each_index_has_a_rail(others, monkeypatch):
     module = Module()
     assert open_rails(module, monkeypatch) == ""
-    # This process has host 0, and so it names both rails.
+    # This process has domain 0, and so it names both rails.
     rails = [(10, 0, "id 1"), (11, 0, "id 2")]
     assert module.asked == ["id", "id", ("connect", rails, 2), *STEPS[1:]]
 
@@ -169,9 +169,9 @@ def test_what_is_missing_here_is_told(module, reason, expected, others, monkeypa
 
 
 @pytest.mark.parametrize("processes", [[[0, 0, 0, 0]], [[0, 0], [1, 1]]])
-def test_hosts_of_one_process_are_made_up(processes, others, monkeypatch):
+def test_domains_of_one_process_are_made_up(processes, others, monkeypatch):
     module = Module()
-    reason = open_rails(module, monkeypatch, processes, per_host=1)
+    reason = open_rails(module, monkeypatch, processes, per_domain=1)
     assert "all ranks of a group are in one process" in reason
     assert module.asked == []
 
@@ -187,7 +187,7 @@ def test_rails_that_have_failed_are_not_used_again(others, monkeypatch):
 
 def test_a_failed_hop_of_this_process_is_told(others, monkeypatch):
     assert open_rails(Module(), monkeypatch) == ""
-    assert "(host 1 is silent)" in open_rails(Module(failed="host 1 is silent"), monkeypatch)
+    assert "(domain 1 is silent)" in open_rails(Module(failed="domain 1 is silent"), monkeypatch)
 
 
 def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
@@ -195,7 +195,7 @@ def test_a_set_up_that_did_not_end_is_remembered(others, monkeypatch):
     ends = threading.Event()
     module = Module(**{"connect:": lambda: ends.wait(60) and ""})
     with pytest.raises(
-        handshake.SetupTimeout, match=r"connecting hosts by NCCL did not end within 0.2 s.*NCCL"
+        handshake.SetupTimeout, match=r"connecting domains by NCCL did not end within 0.2 s.*NCCL"
     ):
         open_rails(module, monkeypatch, limit_s=0.2)
     assert "an earlier set-up did not end" in open_rails(Module(), monkeypatch)
@@ -215,7 +215,7 @@ def test_info_says_what_hosts_would_use(module, expected, monkeypatch):
     monkeypatch.setattr(_extension, "_load", lambda: (module, ""))
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     lines = info._lines(report | {"rails": nccl.describe()})
-    assert any(re.search(f"between hosts: {re.escape(expected)}", line) for line in lines)
+    assert any(re.search(f"between domains: {re.escape(expected)}", line) for line in lines)
 
 
 def say_nccl(prelude):
@@ -246,7 +246,7 @@ def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
     module = SimpleNamespace(close_group=closed.append)
 
     def stuck(*_):
-        raise handshake.SetupTimeout("connecting hosts did not end")
+        raise handshake.SetupTimeout("connecting domains did not end")
 
     with monkeypatch.context() as patched:
         patched.setattr(nccl, "open_rails", stuck)
@@ -258,7 +258,7 @@ def test_a_group_whose_rails_do_not_end_leaves_no_user(two_hosts, monkeypatch):
 
 @pytest.fixture
 def two_hosts(monkeypatch):
-    """A group of two hosts as it would be on GPUs that are not here."""
+    """A group of two domains as it would be on GPUs that are not here."""
     skip_or_fail("devices", 2, R)
     on = ranks(R, R // 2)
     within = dataclasses.replace(ranks_of(on.group).within, platform="gpu")
@@ -299,7 +299,7 @@ def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
     without_rails = dataclasses.replace(ranks_of(two_hosts.group), rails=None)
     monkeypatch.setattr(two_hosts.group, "_ranks", without_rails)
     monkeypatch.setattr(two_hosts.group, "_rails_error", "there is no network")
-    reason = "rows between hosts use XLA's collectives: there is no network"
+    reason = "rows between domains use XLA's collectives: there is no network"
     expected = jax_ep.GroupInfo("ffi", reason, 1, R // 2, "xla")
     assert info_of(two_hosts.group, monkeypatch) == expected
     text = lowered(two_hosts, "ffi")
@@ -308,6 +308,6 @@ def test_hops_go_by_xla_without_rails(two_hosts, monkeypatch):
 
 
 def test_groups_in_one_process_have_no_rails():
-    assert ranks(R).group.info().between_hosts is None
+    assert ranks(R).group.info().between_domains is None
     skip_or_fail("devices", 2, R)
-    assert ranks(R, R // 2).group.info().between_hosts == "xla"
+    assert ranks(R, R // 2).group.info().between_domains == "xla"

@@ -1,12 +1,12 @@
-// Runs the protocol of hop 1 (ffi/kernels/hop/exchange.cuh) on the host, over a network that delays and
+// Runs the protocol of hop 1 (ffi/kernels/hop/exchange.cuh) on the domain, over a network that delays and
 // reorders whatever it may (emulation/network.h), with faults: neither a GPU nor a network is needed.
 //
 //   cd tests/native
 //   g++ -std=c++17 -O2 -U_FORTIFY_SOURCE -I. -Iemulation -I../../ffi -o /tmp/hop_stress hop_stress.cc
 //   /tmp/hop_stress 500 1    (scenarios, first seed)
 //
-// Each scenario has a few hosts with one to three ranks each, which run the same hops and ops within their
-// host, and at most one fault. What a rank has failed of no other may take for rows. A failure repeats with
+// Each scenario has a few domains with one to three ranks each, which run the same hops and ops within their
+// domain, and at most one fault. What a rank has failed of no other may take for rows. A failure repeats with
 // the seed that is printed.
 //
 // It shows nothing of the order in which memory shows what was written: here all of it is seen at once. So
@@ -14,7 +14,7 @@
 // unnoticed. Nor does this network read past the end of what a put takes, so pieces need not be rounded up.
 #include <algorithm>
 
-#include "emulation/hosts.h"
+#include "emulation/domains.h"
 
 namespace jax_ep::cuda {
 namespace {
@@ -44,7 +44,7 @@ struct Count {
 Count counts[kNumFaults];
 
 int lasting;   // hops that went well and took longer than a wait may
-int of_mesh;   // ranks that were told by another one of their host that a program runs on another mesh
+int of_mesh;   // ranks that were told by another one of their domain that a program runs on another mesh
 int has_come;  // scenarios in which all came while a rank was held up where it looks at the clock
 
 void SetManner(Random& random, World& world, Fault fault, uint64_t timeout) {
@@ -53,19 +53,19 @@ void SetManner(Random& random, World& world, Fault fault, uint64_t timeout) {
   manner.budget = kBudgets[random() % 5];
   manner.skip_percent = random() % 2 == 0 ? 0 : 30;
   manner.most_ns = 2000;
-  if (world.num_ranks() > 1) {  // many threads wait in an op within a host
+  if (world.num_ranks() > 1) {  // many threads wait in an op within a domain
     manner.most_ns = 10'000;
     manner.budget = 12;
   }
   emulation::Network::Manner network;
   network.most_ns = random() % 2 == 0 ? 0 : random() % 20'000;
-  // Ranks of a host wait for each other, and so for all of a hop.
+  // Ranks of a domain wait for each other, and so for all of a hop.
   if (fault == kSlow || fault == kHeld) network.most_ns = timeout / (world.num_ranks() == 1 ? 12 : 100);
   network.grain_bytes = 16 << random() % 3;
   for (int rail = 0; rail < world.num_ranks(); ++rail) world.network(rail).manner = network;
 }
 
-// `h` and `f` are hosts.
+// `h` and `f` are domains.
 void CheckReason(const World& world, const HopReport& report, int h, Fault fault, int f) {
   const HopReason reason{report.reason};
   const auto phase = reason.phase();
@@ -76,8 +76,8 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
     case kLate:
     case kCut:
       // Of several that wait for each other, any may be the first whose time is up.
-      fits = phase == HopPhase::kLate && (world.num_hosts() > 2 || reason.by() != reason.blamed());
-      if (fault != kCut && world.num_hosts() == 2 && h != f) fits = fits && reason.blamed() == f;
+      fits = phase == HopPhase::kLate && (world.num_domains() > 2 || reason.by() != reason.blamed());
+      if (fault != kCut && world.num_domains() == 2 && h != f) fits = fits && reason.blamed() == f;
       break;
     case kOther:
     case kList:
@@ -102,12 +102,12 @@ void CheckReason(const World& world, const HopReport& report, int h, Fault fault
     default:
       break;
   }
-  // A rank tells its peers on its host, and they tell theirs on other hosts.
+  // A rank tells its peers on its domain, and they tell theirs on other domains.
   fits = fits || (phase == HopPhase::kWithin && world.num_ranks() > 1);
-  // Who waits for another rank of its host may be waited for longer than that one.
+  // Who waits for another rank of its domain may be waited for longer than that one.
   fits = fits || (phase == HopPhase::kLate && world.num_ranks() > 1 && fault != kWorn);
   if (!fits) {
-    Die("host %d says phase %d, by %d, blaming %d; the fault was at %d", h, static_cast<int>(phase),
+    Die("domain %d says phase %d, by %d, blaming %d; the fault was at %d", h, static_cast<int>(phase),
         reason.by(), reason.blamed(), f);
   }
 }
@@ -118,12 +118,12 @@ void RunScenario() {
   const auto fault = static_cast<Fault>(random() % kNumFaults);
   what = kNames[fault];
   const uint64_t timeout = 30'000'000;
-  const int hosts = 2 + random() % 3, ranks = random() % 2 == 0 ? 1 : 2 + random() % (kMostRanks - 1);
-  World world(random, hosts, ranks, timeout);
+  const int domains = 2 + random() % 3, ranks = random() % 2 == 0 ? 1 : 2 + random() % (kMostRanks - 1);
+  World world(random, domains, ranks, timeout);
   SetManner(random, world, fault, timeout);
   const int ops = 3 + random() % 6, any = random() % ops, f = random() % world.num_members();
   const int at = fault == kHeld ? ops - 1 : any;
-  const int f_host = f / ranks, other = (f_host + 1) % hosts;
+  const int f_host = f / ranks, other = (f_host + 1) % domains;
   if (fault == kWorn) world.max_pieces = 1 + random() % 12;
   bool ends_within = false;
   int64_t sent = 0;  // pieces of the first track, which has most
@@ -198,11 +198,11 @@ void RunScenario() {
     if (must_not && member.failed != 0) Die("rank %d fails without a fault", m);
     if (member.failed != 0 && member.within.phase == 0) Die("rank %d fails and does not say why", m);
     if (member.hop_failed && member.report.reason == 0) Die("rank %d does not say that hops fail", m);
-    if (member.report.reason != 0) CheckReason(world, member.report, member.host, fault, f_host);
-    // The last op within a host is one that all of its ranks have failed of, if one has failed before.
+    if (member.report.reason != 0) CheckReason(world, member.report, member.domain, fault, f_host);
+    // The last op within a domain is one that all of its ranks have failed of, if one has failed before.
     const Member& peer = world.member(m / ranks * ranks);
     if (ends_within && !member.gone && !peer.gone && (member.failed == 0) != (peer.failed == 0)) {
-      Die("rank %d and rank %d of a host do not fail together", m, m / ranks * ranks);
+      Die("rank %d and rank %d of a domain do not fail together", m, m / ranks * ranks);
     }
   }
   if (must && failed == 0) Die("no op fails");
@@ -210,38 +210,40 @@ void RunScenario() {
     Die("rank %d fails, for which all came while it was held up", f);
   }
   has_come += has_all;
-  // What is left of a host that is gone does not go on.
+  // What is left of a domain that is gone does not go on.
   Machine::Get().Abandon();
 }
 
-// Of each number of hosts: slots lie apart and in the window, and no two signals are one.
-void CheckWindow(int hosts) {
-  const HopWindow window = HopWindow::Of(hosts);
+// Of each number of domains: slots lie apart and in the window, and no two signals are one.
+void CheckWindow(int domains) {
+  const HopWindow window = HopWindow::Of(domains);
   std::vector<int64_t> slots;
   std::vector<uint32_t> signals;
   for (int track = 0; track < window.tracks; ++track) {
-    for (int host = 0; host < hosts; ++host) {
+    for (int domain = 0; domain < domains; ++domain) {
       for (uint64_t number = 0; number < kHopSlots; ++number) {
-        slots.push_back(window.SlotTo(track, host, number));
-        slots.push_back(window.SlotFrom(track, host, number));
-        signals.push_back(window.PieceSignal(track, host, number));
+        slots.push_back(window.SlotTo(track, domain, number));
+        slots.push_back(window.SlotFrom(track, domain, number));
+        signals.push_back(window.PieceSignal(track, domain, number));
       }
-      signals.push_back(window.CreditSignal(track, host));
-      signals.push_back(window.EndSignal(track, host));
+      signals.push_back(window.CreditSignal(track, domain));
+      signals.push_back(window.EndSignal(track, domain));
     }
   }
   std::sort(slots.begin(), slots.end());
   std::sort(signals.begin(), signals.end());
   slots.push_back(window.bytes());
   for (size_t i = 1; i < slots.size(); ++i) {
-    if (slots[i] - slots[i - 1] < kHopHeadBytes + window.piece_bytes) Die("%d hosts: slots overlap", hosts);
+    if (slots[i] - slots[i - 1] < kHopHeadBytes + window.piece_bytes)
+      Die("%d domains: slots overlap", domains);
   }
   for (size_t i = 0; i < signals.size(); ++i) {
-    if (signals[i] != i) Die("%d hosts: signals are not numbered from 0 on", hosts);
+    if (signals[i] != i) Die("%d domains: signals are not numbered from 0 on", domains);
   }
-  if (signals.size() != static_cast<size_t>(window.num_signals())) Die("%d hosts: other signals", hosts);
-  if (window.piece_bytes < 1024 || window.piece_bytes % 16 != 0) Die("%d hosts: small pieces", hosts);
-  if (window.bytes() > 33 << 20) Die("%d hosts: %lld bytes", hosts, static_cast<long long>(window.bytes()));
+  if (signals.size() != static_cast<size_t>(window.num_signals())) Die("%d domains: other signals", domains);
+  if (window.piece_bytes < 1024 || window.piece_bytes % 16 != 0) Die("%d domains: small pieces", domains);
+  if (window.bytes() > 33 << 20)
+    Die("%d domains: %lld bytes", domains, static_cast<long long>(window.bytes()));
 }
 
 // Many scenarios must have shown these.
@@ -252,7 +254,7 @@ void CheckCounts() {
 }
 
 int Main(int argc, char** argv) {
-  for (int hosts = 2; hosts <= kMaxHosts; ++hosts) CheckWindow(hosts);
+  for (int domains = 2; domains <= kMaxDomains; ++domains) CheckWindow(domains);
 
   const int scenarios = argc > 1 ? std::atoi(argv[1]) : 500;
   seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;

@@ -15,16 +15,18 @@ build() { # name, sanitizers
 }
 mkdir -p build
 
-echo "ThreadSanitizer: meeting_stress, host_meeting_stress"
+echo "ThreadSanitizer: the stress programs"
 build sanitize-thread thread
-TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/meeting_stress
-TSAN_OPTIONS=halt_on_error=1 build/sanitize-thread/host_meeting_stress
+for stress in meeting host_meeting processes; do
+  TSAN_OPTIONS=halt_on_error=1 "build/sanitize-thread/${stress}_stress"
+done
 
-echo "AddressSanitizer + UBSan: meeting_stress, host_meeting_stress"
+echo "AddressSanitizer + UBSan: the stress programs"
 build sanitize-address address,undefined
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/meeting_stress
-ASAN_OPTIONS=detect_leaks=0 build/sanitize-address/host_meeting_stress
+for stress in meeting host_meeting processes; do
+  ASAN_OPTIONS=detect_leaks=0 "build/sanitize-address/${stress}_stress"
+done
 
 echo "AddressSanitizer + UBSan: the handlers in Python"
 site=build/sanitize-address/site

@@ -18,9 +18,9 @@ def call(target, results, *operands, **attributes):
     return jax.block_until_ready(jax.jit(lambda *a: function(*a, **attributes))(*operands))
 
 
-def layout(ids=IDS, ranks=2, experts=4, nodes=2, in_rank=(4, 2), ranks_per_node=1):
+def layout(ids=IDS, ranks=2, experts=4, nodes=2, in_rank=(4, 2), ranks_per_domain=1):
     results = [((ranks,), jnp.int32), ((nodes,), jnp.int32), ((experts,), jnp.int32), (in_rank, jnp.bool_)]
-    return call("layout", results, ids, ranks_per_node=np.int64(ranks_per_node))
+    return call("layout", results, ids, ranks_per_domain=np.int64(ranks_per_domain))
 
 
 @pytest.mark.parametrize(
@@ -29,8 +29,8 @@ def layout(ids=IDS, ranks=2, experts=4, nodes=2, in_rank=(4, 2), ranks_per_node=
         ({"ids": jnp.zeros((4, 2), jnp.float32)}, "layout: ids must be int32 or int64"),
         ({"ids": jnp.zeros((4,), jnp.int32)}, "layout: ids must have two dimensions"),
         ({"experts": 5}, "the 2 ranks must divide the 5 experts"),
-        ({"ranks_per_node": 3}, "ranks_per_node must divide the 2 ranks, got 3"),
-        ({"nodes": 1}, r"num_tokens_per_node: expected shape \[2\], got \[1\]"),
+        ({"ranks_per_domain": 3}, "ranks_per_domain must divide the 2 ranks, got 3"),
+        ({"nodes": 1}, r"num_tokens_per_domain: expected shape \[2\], got \[1\]"),
         (
             {"ids": jnp.zeros((0, 2**31), jnp.int32), "in_rank": (0, 2)},
             r"tokens \* choices a token must be less than 2\*\*31, got 0 \* 2147483648",

@@ -12,7 +12,7 @@ COPIES_OUT = """\
     CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
     __syncthreads();
 """
-RETURNS_CREDIT = "net.Signal(from, window.CreditSignal(piece.track, hop.host), 1);"
+RETURNS_CREDIT = "net.Signal(from, window.CreditSignal(piece.track, hop.domain), 1);"
 
 # Planted mistakes: (file, right, with the mistake) for each change.
 MISTAKES = {
@@ -92,20 +92,20 @@ MISTAKES = {
             "FindOwnReason(hop);\n  if (known != 0 && !PLANTED) return known;",
         ),
     ],
-    "lets its host go on": [
+    "lets its domain go on": [
         (
             WAIT,
             "CloseGate(peers, Reason::Of(peers.rank, is_on",
             "PLANTED || CloseGate(peers, Reason::Of(peers.rank, is_on",
         )
     ],
-    "does not tell its host of another mesh": [
+    "does not tell its domain of another mesh": [
         (WAIT, "is_on_other_mesh ? Phase::kRank", "is_on_other_mesh && !PLANTED ? Phase::kRank")
     ],
     "looks not again when time is up": [
         (POLL, "if (gives_up()) return ready();", "if (gives_up()) return !PLANTED && ready();")
     ],
-    "sends on what its host has failed of": [
+    "sends on what its domain has failed of": [
         (WAIT, "(hop.peers.num_ranks != 0 && IsGivenUp", "(!PLANTED && hop.peers.num_ranks != 0 && IsGivenUp")
     ],
     "moves rows of a hop that is refused": [(WAIT, "hop.is_refused ||", "(hop.is_refused && !PLANTED) ||")],

@@ -47,9 +47,9 @@ def received_by(ids, order, capacity=None):
 
 
 @functools.lru_cache(64)
-def compiled(num_ranks, per_host, order, capacity, implementation, options):
+def compiled(num_ranks, per_domain, order, capacity, implementation, options):
     """Returns a combine of rows, their weights and biases, along the handle of a dispatch."""
-    on = ranks(num_ranks, per_host)
+    on = ranks(num_ranks, per_domain)
 
     def shard(ids, y, row_weights, biases):
         by = {"num_experts": E, "implementation": implementation, "order": order, "capacity": capacity}
@@ -64,9 +64,11 @@ def compiled(num_ranks, per_host, order, capacity, implementation, options):
     return jax.jit(on.map(shard))
 
 
-def combined(ids, y, row_weights, biases, order, implementation, *, capacity=None, per_host=None, **options):
-    program = compiled(len(ids), per_host, order, capacity, implementation, tuple(options.items()))
-    return ranks(len(ids), per_host).apply(program, ids, y, row_weights, biases)
+def combined(
+    ids, y, row_weights, biases, order, implementation, *, capacity=None, per_domain=None, **options
+):
+    program = compiled(len(ids), per_domain, order, capacity, implementation, tuple(options.items()))
+    return ranks(len(ids), per_domain).apply(program, ids, y, row_weights, biases)
 
 
 @pytest.mark.one_jax
@@ -311,10 +313,10 @@ def test_hosts_send_their_parts_as_fp8(order, implementation):
     ids = routing("random", R, T, K, E)
     received = received_by(ids, order)
     y = exact_rows((R, len(received[0].sources), H), BF16)
-    options = {"quantize": "fp8", "round_scale": True, "per_host": 2}
+    options = {"quantize": "fp8", "round_scale": True, "per_domain": 2}
     got = combined(ids, y, None, (), order, implementation, **options)
     as_fp8 = functools.partial(oracle.round_to_fp8, round_scale=True)
-    want = oracle.combine(y, received, T, per_host=2, as_fp8=as_fp8)
+    want = oracle.combine(y, received, T, per_domain=2, as_fp8=as_fp8)
     np.testing.assert_array_equal(got, want.astype(BF16))
 
 

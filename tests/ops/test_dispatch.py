@@ -34,15 +34,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.moves_rows]
 MANY = most_ranks()
 
 
-def run_dispatch(x, ids, weights, num_experts, implementation="ffi", per_host=None, **options):
-    program = compiled(len(ids), per_host, num_experts, implementation, **options)
-    return ranks(len(ids), per_host).apply(program, x, ids, weights)
+def run_dispatch(x, ids, weights, num_experts, implementation="ffi", per_domain=None, **options):
+    program = compiled(len(ids), per_domain, num_experts, implementation, **options)
+    return ranks(len(ids), per_domain).apply(program, x, ids, weights)
 
 
 @functools.lru_cache(64)
-def compiled(num_ranks, per_host, num_experts, implementation, **options):
+def compiled(num_ranks, per_domain, num_experts, implementation, **options):
     """Returns a dispatch that tests of other routings and contents share."""
-    on = ranks(num_ranks, per_host)
+    on = ranks(num_ranks, per_domain)
 
     def shard(x, ids, weights):
         return jax_ep.dispatch(
@@ -96,17 +96,17 @@ def test_every_routing_on_every_number_of_ranks(kind, order, num_ranks, implemen
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("size", "per_host", "order"),
+    ("size", "per_domain", "order"),
     more_on_gpus(
         [(3, None, "rank"), (7, None, "expert"), (6, 3, "expert"), (6, 2, "rank"), (6, 1, "expert")],
         [(3, None, "expert"), (7, None, "rank"), (6, 3, "rank"), (6, 2, "expert"), (6, 1, "rank")],
     ),
 )
-def test_dispatch_accepts_any_number_of_ranks(size, per_host, order):
+def test_dispatch_accepts_any_number_of_ranks(size, per_domain, order):
     tokens, k, experts = 130, 4, 6 * size
     ids, weights = routing("sprinkled", size, tokens, k, experts), floats((size, tokens, k))
     x = tagged_rows(size, tokens, 200, BF16)
-    got = run_dispatch(x, ids, weights, experts, per_host=per_host, order=order)
+    got = run_dispatch(x, ids, weights, experts, per_domain=per_domain, order=order)
     check(got, oracle.dispatch(x, ids, weights, experts, order), got.x)
 
 
@@ -189,7 +189,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(
-    ("width", "order", "per_host", "implementation"),
+    ("width", "order", "per_domain", "implementation"),
     more_on_gpus(
         [
             (1, "rank", None, "ffi"),
@@ -199,9 +199,9 @@ DTYPES = [
         [(16, "rank", None, "ffi")],
     ),
 )
-def test_any_dtype_and_row_size_bit_for_bit(width, order, per_host, implementation):
+def test_any_dtype_and_row_size_bit_for_bit(width, order, per_domain, implementation):
     """Each dtype by a dispatch of its own, all in one program."""
-    ids, on = routing("uniform", 4, 6, 2, 8), ranks(4, per_host)
+    ids, on = routing("uniform", 4, 6, 2, 8), ranks(4, per_domain)
     x = [tagged_rows(4, 6, width, dtype) for dtype in DTYPES]
 
     def shard(x, ids):
@@ -214,16 +214,16 @@ def test_any_dtype_and_row_size_bit_for_bit(width, order, per_host, implementati
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("dtypes", "order", "per_host"),
+    ("dtypes", "order", "per_domain"),
     [
         (("int2", "uint2", "int4", "uint4", "float4_e2m1fn"), "rank", None),
         (("int4",), "expert", None),
         (("uint2",), "rank", 2),
     ],
 )
-def test_sub_byte_elements_arrive_unchanged(dtypes, order, per_host, implementation):
+def test_sub_byte_elements_arrive_unchanged(dtypes, order, per_domain, implementation):
     """Every pattern of bits, each dtype by a dispatch of its own."""
-    on = ranks(4, per_host)
+    on = ranks(4, per_domain)
     ids = routing("sprinkled", 4, 6, 2, 8)
     bits = {dtype: "uint2" if dtype.endswith("int2") else "uint4" for dtype in dtypes}
     x = {dtype: tagged_rows(4, 6, 7, np.uint8) % (1 << int(name[-1])) for dtype, name in bits.items()}

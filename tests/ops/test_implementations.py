@@ -98,7 +98,7 @@ def gated_mlp(by, rows, sizes, **options):
 
 LOCAL = {
     "get_dispatch_layout": lambda by, rows, sizes: jax_ep.get_dispatch_layout(
-        IDS, num_experts=4, num_ranks=2, ranks_per_node=1, implementation=by
+        IDS, num_experts=4, num_ranks=2, ranks_per_domain=1, implementation=by
     ),
     "permute": lambda by, rows, sizes: jax_ep.permute(rows, IDS, num_local_experts=3, implementation=by),
     "unpermute": unpermute,

@@ -11,14 +11,16 @@ import jax_ep
 pytestmark = pytest.mark.one_jax
 
 
-def assert_equal(got, ids, num_experts, num_ranks, ranks_per_node=None):
+def assert_equal(got, ids, num_experts, num_ranks, ranks_per_domain=None):
     """The layout is the oracle's, with the nodes' counts if they were asked for."""
-    per_rank, per_node, per_expert, in_rank = oracle.layout(ids, num_experts, num_ranks, ranks_per_node or 1)
+    per_rank, per_domain, per_expert, in_rank = oracle.layout(
+        ids, num_experts, num_ranks, ranks_per_domain or 1
+    )
     np.testing.assert_array_equal(got.num_tokens_per_rank, per_rank, strict=True)
-    if ranks_per_node is None:
-        assert got.num_tokens_per_node is None
+    if ranks_per_domain is None:
+        assert got.num_tokens_per_domain is None
     else:
-        np.testing.assert_array_equal(got.num_tokens_per_node, per_node, strict=True)
+        np.testing.assert_array_equal(got.num_tokens_per_domain, per_domain, strict=True)
     np.testing.assert_array_equal(got.num_tokens_per_expert, per_expert, strict=True)
     np.testing.assert_array_equal(got.is_token_in_rank, in_rank, strict=True)
 
@@ -51,20 +53,24 @@ def test_many_tokens(tokens, num_ranks, num_experts, k, dtype, implementation):
     """Divided among the blocks of a GPU, some with several tokens a thread."""
     ids = routing("sprinkled", 1, tokens, k, num_experts)[0].astype(dtype)
     with jax.enable_x64(dtype == np.int64):
-        options = {"num_ranks": num_ranks, "ranks_per_node": num_ranks // 2, "implementation": implementation}
+        options = {
+            "num_ranks": num_ranks,
+            "ranks_per_domain": num_ranks // 2,
+            "implementation": implementation,
+        }
         count = functools.partial(jax_ep.get_dispatch_layout, num_experts=num_experts, **options)
         got = jax.jit(count)(ids)
     assert_equal(got, ids, num_experts, num_ranks, num_ranks // 2)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2, 8])
-def test_a_token_counts_once_for_a_node(ranks_per_node, implementation):
+@pytest.mark.parametrize("ranks_per_domain", [1, 2, 8])
+def test_a_token_counts_once_for_a_node(ranks_per_domain, implementation):
     ids = routing("uniform", 1, 29, 8, 64)[0]
     got = jax_ep.get_dispatch_layout(
-        ids, num_experts=64, num_ranks=8, ranks_per_node=ranks_per_node, implementation=implementation
+        ids, num_experts=64, num_ranks=8, ranks_per_domain=ranks_per_domain, implementation=implementation
     )
-    expected = oracle.layout(ids, 64, 8, ranks_per_node)[1]
-    np.testing.assert_array_equal(got.num_tokens_per_node, expected, strict=True)
+    expected = oracle.layout(ids, 64, 8, ranks_per_domain)[1]
+    np.testing.assert_array_equal(got.num_tokens_per_domain, expected, strict=True)
 
 
 def test_int64_ids(implementation):

@@ -189,7 +189,7 @@ def test_no_tokens(order, capacity, implementation):
 @pytest.mark.one_jax
 def test_no_tokens_local(implementation):
     by = {"implementation": implementation}
-    counts = functools.partial(jax_ep.get_dispatch_layout, num_experts=8, num_ranks=4, ranks_per_node=2)
+    counts = functools.partial(jax_ep.get_dispatch_layout, num_experts=8, num_ranks=4, ranks_per_domain=2)
     permute = functools.partial(jax_ep.permute, num_local_experts=4, capacity=8)
     ids = np.zeros((0, K), np.int32)
     layout = jax.jit(functools.partial(counts, **by))(ids)

@@ -44,19 +44,19 @@ def replicated(on, w, ids, function=jax_ep.replicate, **options):
     return jax.tree.map(whole, on.run(shard, w, ids), is_leaf=lambda w: isinstance(w, jax_ep.PhysicalWeights))
 
 
-def per_host():
+def per_domain():
     return [None, R // 2] if R > 2 else [None]
 
 
 @pytest.mark.one_jax
 @pytest.mark.moves_rows
-@pytest.mark.parametrize("hosts", per_host())
-def test_weights_arrive_bit_for_bit(hosts, implementation):
+@pytest.mark.parametrize("domains", per_domain())
+def test_weights_arrive_bit_for_bit(domains, implementation):
     ids, placement = skewed()
     dtypes = {"bfloat16": BF16, "float32": np.float32, "int8": np.int8, "float8": FP8}
     w = {name: tagged_rows(R, L * 3, 5, dtype).reshape(R, L, 3, 5) for name, dtype in dtypes.items()}
     w["bias"] = tagged_rows(R, L, 1, np.int32)
-    got = replicated(ranks(R, hosts), w, ids, implementation=implementation)
+    got = replicated(ranks(R, domains), w, ids, implementation=implementation)
     for name, array in w.items():
         everyone = array.reshape(E, *array.shape[2:])
         want = np.where((placement >= 0).reshape(*placement.shape, *[1] * (array.ndim - 2)), 1, 0)
@@ -104,12 +104,12 @@ def test_pieces_are_short_and_aligned():
 
 @pytest.mark.one_jax
 @pytest.mark.moves_rows
-@pytest.mark.parametrize("hosts", per_host())
+@pytest.mark.parametrize("domains", per_domain())
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
-def test_gradients_are_summed_at_home(dtype, hosts, implementation):
+def test_gradients_are_summed_at_home(dtype, domains, implementation):
     """In float32: places in the order of the ranks, then the home expert. An empty place adds nothing."""
     ids, placement = skewed()
-    on = ranks(R, hosts)
+    on = ranks(R, domains)
     width = LONG if dtype == np.float32 else 5
     w, cotangent = floats((R, L, width), dtype), floats((R, L + S, width), dtype, seed=3)
 
@@ -125,10 +125,10 @@ def test_gradients_are_summed_at_home(dtype, hosts, implementation):
             if placement[r, L + n] >= 0:
                 want[placement[r, L + n]] += cotangent[r, L + n].astype(np.float32)
     want += cotangent[:, :L].reshape(E, width).astype(np.float32)
-    if hosts is None:
+    if domains is None:
         assert same_bits(got, want.reshape(R, L, width).astype(dtype))
     else:
-        tolerance = 2**-7 if dtype == BF16 else 1e-6  # each host's sum, of up to 8, is rounded too
+        tolerance = 2**-7 if dtype == BF16 else 1e-6  # each domain's sum, of up to 8, is rounded too
         np.testing.assert_allclose(
             got.astype(np.float32).reshape(E, width), want, rtol=tolerance, atol=tolerance
         )
@@ -136,7 +136,7 @@ def test_gradients_are_summed_at_home(dtype, hosts, implementation):
 
 def layer(x, ids, weights, w, places, **options):
     """A layer whose experts take their weights as an argument."""
-    on = ranks(R, options.pop("hosts", None))
+    on = ranks(R, options.pop("domains", None))
 
     def experts(sent, w):
         x = (
@@ -173,7 +173,7 @@ def inputs(width=H):
 OPTIONS = [
     {},
     {"capacity": 3 * T * K, "expert_alignment": 4, "num_valid_tokens": 9, "quantize": "fp8_dequantize"},
-    *({"hosts": hosts} for hosts in per_host()[1:]),
+    *({"domains": domains} for domains in per_domain()[1:]),
 ]
 
 
@@ -218,7 +218,7 @@ def test_layer_is_that_without_redundant_experts(options, implementation):
     """Values, gradients and their gradients; with nothing dropped, at 1.05 T K rows."""
     is_twice = not options and implementation == "ffi"
     out, stats, first, second = differentiated(S, is_twice, **options, implementation=implementation)
-    at_home = {name: value for name, value in options.items() if name not in ("capacity", "hosts")}
+    at_home = {name: value for name, value in options.items() if name not in ("capacity", "domains")}
     out_home, _, first_home, second_home = differentiated(0, not at_home, **at_home)
     assert stats.num_dropped.sum() == 0
     assert stats.loads_after.max() <= 1.02 * stats.loads_before.mean() + 1

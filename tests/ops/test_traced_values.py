@@ -216,9 +216,9 @@ if R == 4:
 
 @pytest.mark.one_jax
 @pytest.mark.moves_rows
-@pytest.mark.parametrize(("implementation", "hosts"), IMPLEMENTATIONS)
-def test_every_placement_has_its_weights(hosts, implementation):
-    on = ranks(R, hosts)
+@pytest.mark.parametrize(("implementation", "domains"), IMPLEMENTATIONS)
+def test_every_placement_has_its_weights(domains, implementation):
+    on = ranks(R, domains)
     ids = routing("uniform", R, T, K, EXPERTS)
     # Of several dtypes, and one that is sent in pieces.
     w = [floats((R, 2, 33, 1024)), floats((R, 2, 5), seed=2), floats((R, 2, 3), seed=3).view(np.int32)]

@@ -1,4 +1,4 @@
-"""Groups whose ranks span hosts, with hosts made up on one: as one hop would do it, bit for bit."""
+"""Groups whose ranks span domains, with domains made up on one: as one hop would do it, bit for bit."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ from jax_ep._ops.layout import get_dispatch_layout
 from jax_ep._transport import ffi, two_hops
 
 R = most_ranks()
-PER_HOST = [n for n in (1, 2, 4) if n < R]
+PER_DOMAIN = [n for n in (1, 2, 4) if n < R]
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("two_devices")]
 ALONE = pytest.mark.skipif(num_processes() > 1, reason="tells nothing more in several processes")
 
 
-def hosts_of(per_host, size=R):
-    return ranks(size, per_host)
+def domains_of(per_domain, size=R):
+    return ranks(size, per_domain)
 
 
 def flat_in_slots(sent):
@@ -84,18 +84,18 @@ CASES = [
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("order", "capacity", "alignment", "per_host", "implementation"),
-    # "ffi" with all numbers of ranks on a host, in one order with each of them; "xla" once in each order.
+    ("order", "capacity", "alignment", "per_domain", "implementation"),
+    # "ffi" with all numbers of ranks on a domain, in one order with each of them; "xla" once in each order.
     [
-        *((*CASES[2], number, "ffi") for number in PER_HOST),
+        *((*CASES[2], number, "ffi") for number in PER_DOMAIN),
         *(
-            (*case, PER_HOST[i % len(PER_HOST)], "ffi" if i < len(CASES) else "xla")
+            (*case, PER_DOMAIN[i % len(PER_DOMAIN)], "ffi" if i < len(CASES) else "xla")
             for i, case in enumerate([*CASES, *CASES])
-            if PER_HOST and i not in (2, 5, 8)
+            if PER_DOMAIN and i not in (2, 5, 8)
         ),
     ],
 )
-def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_host, implementation):
+def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, implementation):
     """Rows, weights, counts, drops and every array of the handle, by the oracle too."""
     tokens, k, experts = 13, 3, 4 * R
     weights = floats((R, tokens, k))
@@ -104,7 +104,9 @@ def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_host, imple
     kinds = [routing(kind, R, tokens, k, experts) for kind in ("sprinkled", "one_rank", "unused")]
     fills_blocks = np.tile(np.arange(k, dtype=np.int32), (R, tokens, 1))  # padded experts' blocks
     for ids in (*kinds, fills_blocks):
-        got = dispatch(hosts_of(per_host), x, ids, weights, experts, implementation=implementation, **options)
+        got = dispatch(
+            domains_of(per_domain), x, ids, weights, experts, implementation=implementation, **options
+        )
         assert_same(got, dispatch(ranks(R), x, ids, weights, experts, **options))
         expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
         if order == "expert_padded":
@@ -120,13 +122,13 @@ def test_wide_types(order):
     with jax.enable_x64(True):
         ids = routing("sprinkled", R, 9, 2, 2 * R).astype(np.int64)
         x, w = floats((R, 9, 5), np.float64), floats((R, 9, 2), np.float64)
-        got, want = (dispatch(on, x, ids, w, 2 * R, order=order) for on in (hosts_of(R // 2), ranks(R)))
+        got, want = (dispatch(on, x, ids, w, 2 * R, order=order) for on in (domains_of(R // 2), ranks(R)))
         assert_same(got, want)
 
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("host_rows", "order", "capacity", "implementation"),
+    ("domain_rows", "order", "capacity", "implementation"),
     [
         (1, "rank", None, "ffi"),
         (6, "rank", 16, "ffi"),
@@ -136,17 +138,17 @@ def test_wide_types(order):
         (1, "expert", 24, "xla"),
     ],
 )
-def test_host_capacity(host_rows, order, capacity, implementation):
+def test_domain_capacity(domain_rows, order, capacity, implementation):
     """What hop 1 drops is as if it had not been chosen, but counted at its receiver."""
-    tokens, k, experts, per_host = 12, 3, 4 * R, R // 2
+    tokens, k, experts, per_domain = 12, 3, 4 * R, R // 2
     ids, weights = routing("sprinkled", R, tokens, k, experts), floats((R, tokens, k))
     x = tagged_rows(R, tokens, 3, np.int32)
-    left = oracle.dropped_by_hop_1(ids, experts, per_host, host_rows)
+    left = oracle.dropped_by_hop_1(ids, experts, per_domain, domain_rows)
     assert (left < 0).sum() > (np.stack([oracle.routed(one, experts) for one in ids]) < 0).sum()
     options = {"order": order, "capacity": capacity}
-    rows = 2 * host_rows + 1  # of both hosts, and one that cannot be shared
-    by = {"host_capacity": rows, "implementation": implementation}
-    got = dispatch(hosts_of(per_host), x, ids, weights, experts, **by, **options)
+    rows = 2 * domain_rows + 1  # of both domains, and one that cannot be shared
+    by = {"domain_capacity": rows, "implementation": implementation}
+    got = dispatch(domains_of(per_domain), x, ids, weights, experts, **by, **options)
     want = dispatch(ranks(R), x, left, weights, experts, **options)
     wanted = oracle.rank_prefix_matrix(ids, experts, order)[-1]
     arrive = wanted[:, None] - want.num_tokens
@@ -162,7 +164,7 @@ def test_rows_are_quantised_before_they_travel(quantize, implementation):
     """What crosses the network is a byte for each element, and the scales."""
     ids = routing("sprinkled", R, 5, 2, 2 * R)
     x = floats((R, 5, 256), BF16)
-    on, by = hosts_of(R // 2), {"quantize": quantize, "implementation": implementation}
+    on, by = domains_of(R // 2), {"quantize": quantize, "implementation": implementation}
     got = dispatch(on, x, ids, None, 2 * R, **by)
     assert_same(got, dispatch(ranks(R), x, ids, None, 2 * R, quantize=quantize))
     text = compiled(on, 2 * R, **by).lower(x.reshape(-1, 256), ids.reshape(-1, 2), None).as_text()
@@ -187,7 +189,7 @@ def test_num_valid_tokens_statistics_and_start_done():
 
         return on.run(shard, x, ids, w, valid)
 
-    (got, out), (want, other) = run(hosts_of(R // 2)), run(ranks(R))
+    (got, out), (want, other) = run(domains_of(R // 2)), run(ranks(R))
     assert not got.statistics.wait_us.any()  # nobody measures it
     np.testing.assert_array_equal(got.statistics.tokens_per_expert, got.tokens_per_expert)
     assert_same(dataclasses.replace(got, statistics=None), dataclasses.replace(want, statistics=None))
@@ -195,31 +197,33 @@ def test_num_valid_tokens_statistics_and_start_done():
 
 
 def test_no_tokens():
-    got = dispatch(hosts_of(R // 2), np.zeros((R, 0, 3)), np.zeros((R, 0, 2), np.int32), None, R, capacity=4)
+    got = dispatch(
+        domains_of(R // 2), np.zeros((R, 0, 3)), np.zeros((R, 0, 2), np.int32), None, R, capacity=4
+    )
     assert not got.x.any()
     assert not got.num_tokens.any()
 
 
 def test_a_group_is_that_of_its_hosts(open_group):
     mesh = make_mesh((R,), ("ep",))
-    one, two, same = (open_group(mesh, "ep", ranks_per_node=n) for n in (R, R // 2, R // 2))
+    one, two, same = (open_group(mesh, "ep", ranks_per_domain=n) for n in (R, R // 2, R // 2))
     assert one == open_group(mesh, "ep") != two == same
-    assert one.ranks_per_node == R
-    assert two.info().ranks_per_node == R // 2
-    assert f"ranks_per_node={R // 2}" in repr(two)
+    assert one.ranks_per_domain == R
+    assert two.info().ranks_per_domain == R // 2
+    assert f"ranks_per_domain={R // 2}" in repr(two)
 
 
 def test_combines_by_rank_of_rows_that_are_relayed_avoid_the_arena(open_group):
     """What comes from a rank there lies among rows of others, which slots by number cannot tell.
 
-    A rank that is alone on its host relays nothing to others.
+    A rank that is alone on its domain relays nothing to others.
     """
     module = _extension.extension()
     if not hasattr(module, "fits_arena"):
         pytest.skip("the extension has no CUDA part, which alone has an arena")
     mesh = make_mesh((R,), ("ep",))
     for each in {R, R // 2, 1}:
-        group = open_group(mesh, "ep", ranks_per_node=each)
+        group = open_group(mesh, "ep", ranks_per_domain=each)
         opened = ranks_of(group).within or ranks_of(group)
         by_rank = each in (R, 1)
         sizes = (group.size, 128, 4, 8 * R)
@@ -232,58 +236,60 @@ def test_combines_by_rank_of_rows_that_are_relayed_avoid_the_arena(open_group):
 def test_wrong_uses(open_group):
     mesh = make_mesh((R,), ("ep",))
     with pytest.raises(
-        ValueError, match=f"ranks_per_node must divide the {R} ranks of the group, got {R + 1}"
+        ValueError, match=f"ranks_per_domain must divide the {R} ranks of the group, got {R + 1}"
     ):
-        jax_ep.Group(mesh, "ep", ranks_per_node=R + 1)
-    with pytest.raises(TypeError, match=r"ranks_per_node must be an int \(or None\), got '2'"):
-        jax_ep.Group(mesh, "ep", ranks_per_node="2")
+        jax_ep.Group(mesh, "ep", ranks_per_domain=R + 1)
+    with pytest.raises(TypeError, match=r"ranks_per_domain must be an int \(or None\), got '2'"):
+        jax_ep.Group(mesh, "ep", ranks_per_domain="2")
     ids = routing("sprinkled", R, 8, 2, 2 * R)
     x = floats((R, 8, 4))
-    on = hosts_of(R // 2)
-    with pytest.raises(ValueError, match="need a group whose ranks share a host"):
+    on = domains_of(R // 2)
+    with pytest.raises(ValueError, match="need a group whose ranks share a domain"):
         dispatch(on, x, ids, None, 2 * R, on_timeout="mask")
-    with pytest.raises(ValueError, match=r"host_capacity counts the rows .* at least 2, got 1"):
-        dispatch(on, x, ids, None, 2 * R, host_capacity=1)
-    with pytest.raises(ValueError, match="host_capacity must be an int between 1"):
-        dispatch(on, x, ids, None, 2 * R, host_capacity=2.5)
+    with pytest.raises(ValueError, match=r"domain_capacity counts the rows .* at least 2, got 1"):
+        dispatch(on, x, ids, None, 2 * R, domain_capacity=1)
+    with pytest.raises(ValueError, match="domain_capacity must be an int between 1"):
+        dispatch(on, x, ids, None, 2 * R, domain_capacity=2.5)
 
 
 @pytest.mark.one_jax
 @ALONE
-@pytest.mark.parametrize(("hosts", "copies"), [(2, 1.00), (4, 2.71), (8, 4.63)])
-def test_a_token_crosses_the_network_once_for_each_other_host(hosts, copies):
+@pytest.mark.parametrize(("domains", "copies"), [(2, 1.00), (4, 2.71), (8, 4.63)])
+def test_a_token_crosses_the_network_once_for_each_other_domain(domains, copies):
     """Of 256 experts and eight choices, all different: the bound that nothing can be below."""
     size, tokens, experts, k = 8, 512, 256, 8
-    on = hosts_of(size // hosts, size)
+    on = domains_of(size // domains, size)
     ids = routing("uniform", size, tokens, k, experts)
 
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
         backend = ffi.Ffi(handle.routing.ranks)
-        came = two_hops.send_to_hosts(backend, handle.routing, handle.topk_idx, x).reshape(hosts, tokens)
-        layout = get_dispatch_layout(ids, num_experts=experts, num_ranks=size, ranks_per_node=size // hosts)
-        mine = jax.lax.axis_index("ep") // (size // hosts)
-        elsewhere = jnp.arange(hosts)[:, None] != mine
+        came = two_hops.send_to_domains(backend, handle.routing, handle.topk_idx, x).reshape(domains, tokens)
+        layout = get_dispatch_layout(
+            ids, num_experts=experts, num_ranks=size, ranks_per_domain=size // domains
+        )
+        mine = jax.lax.axis_index("ep") // (size // domains)
+        elsewhere = jnp.arange(domains)[:, None] != mine
         return (
             jnp.sum((came > 0) & elsewhere, keepdims=True),
-            jnp.sum(jnp.where(elsewhere[:, 0], layout.num_tokens_per_node, 0), keepdims=True),
+            jnp.sum(jnp.where(elsewhere[:, 0], layout.num_tokens_per_domain, 0), keepdims=True),
         )
 
     came, sent = on.run(shard, np.ones((size, tokens)), ids)
     assert came.sum() == sent.sum()
-    expected = (hosts - 1) * (1 - math.comb(experts - experts // hosts, k) / math.comb(experts, k))
+    expected = (domains - 1) * (1 - math.comb(experts - experts // domains, k) / math.comb(experts, k))
     assert round(expected, 2) == copies
     np.testing.assert_allclose(came.sum() / (size * tokens), expected, rtol=0.01)
 
 
 @pytest.mark.slow
 @ALONE
-@pytest.mark.parametrize(("size", "per_host", "experts"), [(64, 8, 128), (256, 16, 512)])
-def test_more_ranks_than_a_host_has(size, per_host, experts):
+@pytest.mark.parametrize(("size", "per_domain", "experts"), [(64, 8, 128), (256, 16, 512)])
+def test_more_ranks_than_a_host_has(size, per_domain, experts):
     """In a process of its own, which has as many devices."""
     worker = pathlib.Path(__file__).parents[1] / "support" / "many_ranks_worker.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags_of_processes()}
-    command = [sys.executable, str(worker), str(size), str(per_host), str(experts)]
+    command = [sys.executable, str(worker), str(size), str(per_domain), str(experts)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert f"{size} ranks ok" in done.stdout

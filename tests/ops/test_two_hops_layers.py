@@ -1,4 +1,4 @@
-"""Sums and gradients of groups whose ranks span hosts, with hosts made up on one."""
+"""Sums and gradients of groups whose ranks span domains, with domains made up on one."""
 
 import functools
 import re
@@ -16,13 +16,13 @@ from layers import dense, dense_gradients, inputs, layer
 import jax_ep
 
 R = most_ranks()
-PER_HOST = [n for n in (1, 2, 4) if n < R]
-MIDDLE, LAST = PER_HOST[len(PER_HOST) // 2 :][:1], PER_HOST[-1:]
+PER_DOMAIN = [n for n in (1, 2, 4) if n < R]
+MIDDLE, LAST = PER_DOMAIN[len(PER_DOMAIN) // 2 :][:1], PER_DOMAIN[-1:]
 pytestmark = [pytest.mark.one_jax, pytest.mark.processes, pytest.mark.usefixtures("two_devices")]
 
 
-def hosts_of(per_host, size=R):
-    return ranks(size, per_host)
+def domains_of(per_domain, size=R):
+    return ranks(size, per_domain)
 
 
 def sums(on, y, ids, experts, weights=None, biases=(), **options):
@@ -35,15 +35,15 @@ def sums(on, y, ids, experts, weights=None, biases=(), **options):
 
 
 @pytest.mark.parametrize(
-    ("order", "weighted", "per_host", "dtype"),
+    ("order", "weighted", "per_domain", "dtype"),
     [
-        *(("expert", True, number, BF16) for number in PER_HOST),
+        *(("expert", True, number, BF16) for number in PER_DOMAIN),
         *((order, False, number, BF16) for order in ("rank", "expert") for number in MIDDLE),
         *((order, order == "expert", number, np.float32) for order in ("rank", "expert") for number in LAST),
     ],
 )
-def test_combine_rounds_each_host_s_sum_once(per_host, order, weighted, dtype):
-    """A host's share of a sum is made in float32, and rounded to travel; then hosts are added in order."""
+def test_combine_rounds_each_host_s_sum_once(per_domain, order, weighted, dtype):
+    """A domain's share of a sum is made in float32, and rounded to travel; domains are added in order."""
     tokens, k, experts = 11, 4, 4 * R
     ids = routing("sprinkled", R, tokens, k, experts)
     received = oracle.dispatch(np.zeros((R, tokens, 1)), ids, None, experts, order)
@@ -52,17 +52,17 @@ def test_combine_rounds_each_host_s_sum_once(per_host, order, weighted, dtype):
     y[unused] = np.nan  # never read
     weights = floats(y.shape[:2], seed=3) if weighted else None
     biases = (floats((R, tokens, 5), dtype, seed=4),)
-    got = sums(hosts_of(per_host), y, ids, experts, weights, biases, order=order)
+    got = sums(domains_of(per_domain), y, ids, experts, weights, biases, order=order)
     folds = order == "expert" and jax.default_backend() == "gpu"
-    want = oracle.combine(y, received, tokens, weights, biases, folds, per_host=per_host)
+    want = oracle.combine(y, received, tokens, weights, biases, folds, per_domain=per_domain)
     assert got.dtype == dtype
     assert_close(got, want, terms=4)
 
 
 def test_a_sum_is_made_host_by_host():
-    """On the first host 2^24 + 1 - 2^24 is 0 in float32; 1 + 1 on the second then stays."""
+    """On the first domain 2^24 + 1 - 2^24 is 0 in float32; 1 + 1 on the second then stays."""
     need_devices(4)
-    on = hosts_of(2, 4)
+    on = domains_of(2, 4)
     y = np.array([2.0**24, 1.0, 1.0, 1.0], np.float32)
     ids = np.tile(np.arange(4, dtype=np.int32), (4, 1, 1))
 
@@ -108,18 +108,18 @@ def compiled(on, order, implementation, **options):
 
 
 @pytest.mark.parametrize(
-    ("per_host", "order", "implementation"),
+    ("per_domain", "order", "implementation"),
     [
-        *((number, "expert", "ffi") for number in sorted({*PER_HOST[:1], *LAST})),
+        *((number, "expert", "ffi") for number in sorted({*PER_DOMAIN[:1], *LAST})),
         *((number, order, "ffi") for number in MIDDLE for order in ("rank", "expert_padded")),
         *((number, "expert", "xla") for number in MIDDLE),
     ],
 )
-def test_a_layer_with_redispatch_and_gradients(per_host, order, implementation):
+def test_a_layer_with_redispatch_and_gradients(per_domain, order, implementation):
     tokens, k = 7, 3
     ids = routing("sprinkled", R, tokens, k, 4 * R)
     x, w = floats((R, tokens, 4)), floats((R, tokens, k))
-    got = results(hosts_of(per_host), x, ids, w, order, implementation)
+    got = results(domains_of(per_domain), x, ids, w, order, implementation)
     want = results(ranks(R), x, ids, w, order)
     (y, again, arrived), gradients = got
     assert same_bits(again, want[0][1])
@@ -134,14 +134,14 @@ def test_gradients_of_what_hop_1_dropped():
     ids = routing("sprinkled", R, tokens, k, 4 * R)
     x, w = floats((R, tokens, 4)), floats((R, tokens, k))
     left = oracle.dropped_by_hop_1(ids, 4 * R, R // 2, rows)
-    got = results(hosts_of(R // 2), x, ids, w, "expert", host_capacity=2 * rows)
+    got = results(domains_of(R // 2), x, ids, w, "expert", domain_capacity=2 * rows)
     want = results(ranks(R), x, left, w, "expert")
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_handles_are_interchangeable_between_implementations():
-    on = hosts_of(R // 2)
+    on = domains_of(R // 2)
     ids = routing("sprinkled", R, 8, 2, 2 * R)
     x = floats((R, 8, 4))
 
@@ -154,7 +154,7 @@ def test_handles_are_interchangeable_between_implementations():
 
 
 def test_handles_leave_and_enter_shard_map():
-    on = hosts_of(R // 2)
+    on = domains_of(R // 2)
     ids = routing("sprinkled", R, 8, 2, 2 * R)
     x = floats((R, 8, 4))
     mapped = lambda f: jax.jit(on.map(f))
@@ -168,7 +168,7 @@ def test_handles_leave_and_enter_shard_map():
 
 
 def test_under_vmap():
-    on = hosts_of(R // 2)
+    on = domains_of(R // 2)
     batch = [inputs(seed=seed) for seed in range(3)]
     x, ids, w = (jnp.stack(parts) for parts in zip(*batch, strict=True))
 
@@ -185,7 +185,7 @@ def test_under_vmap():
 @pytest.mark.parametrize("policy", [None, jax_ep.save_ep_residuals], ids=["none", "save_ep_residuals"])
 def test_in_a_scan_of_checkpoints(policy):
     """The same gradients as without; with the policy no row goes a second time, on neither hop."""
-    on = hosts_of(R // 2)
+    on = domains_of(R // 2)
     x, ids, w = inputs()
 
     def gradient(wrap):
@@ -210,11 +210,11 @@ def test_in_a_scan_of_checkpoints(policy):
 
 
 def test_over_two_axes_under_explicit_sharding():
-    """The group spans two axes of a mesh, of which the first goes over hosts."""
+    """The group spans two axes of a mesh, of which the first goes over domains."""
     need_devices(4)
-    mesh = jax.make_mesh((2, R // 2), ("host", "rank"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    axes = ("host", "rank")
-    group = jax_ep.Group(mesh, axes, ranks_per_node=R // 2)
+    mesh = jax.make_mesh((2, R // 2), ("domain", "rank"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    axes = ("domain", "rank")
+    group = jax_ep.Group(mesh, axes, ranks_per_domain=R // 2)
     x, ids, w = (jax.device_put(a, jax.sharding.NamedSharding(mesh, P(axes))) for a in inputs())
     mapped = jax.shard_map(lambda *a: layer(*a, group), mesh=mesh, in_specs=P(axes), out_specs=P(axes))
     with jax.set_mesh(mesh):
@@ -223,10 +223,10 @@ def test_over_two_axes_under_explicit_sharding():
 
 
 def test_groups_beside_each_other():
-    """Two groups along one axis, each of two hosts."""
+    """Two groups along one axis, each of two domains."""
     need_devices(8)
     mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    group = jax_ep.Group(mesh, "ep", ranks_per_node=2)
+    group = jax_ep.Group(mesh, "ep", ranks_per_domain=2)
     x, ids, w = inputs(8)
     spec = P(("dp", "ep"))
     mapped = jax.shard_map(lambda *a: layer(*a, group), mesh=mesh, in_specs=spec, out_specs=spec)

@@ -124,7 +124,7 @@ class Ranks:
 
     size: int
     check_vma: bool = True
-    per_host: int | None = None
+    per_domain: int | None = None
 
     @functools.cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -132,7 +132,7 @@ class Ranks:
 
     @functools.cached_property
     def group(self) -> jax_ep.Group:
-        return jax_ep.Group(self.mesh, "ep", ranks_per_node=self.per_host)
+        return jax_ep.Group(self.mesh, "ep", ranks_per_domain=self.per_domain)
 
     def map(self, function: Any, check_vma: bool | None = None) -> Any:
         """Returns `function` of one rank's shards as a function of whole arrays."""
@@ -153,8 +153,8 @@ class Ranks:
 
 
 @functools.cache
-def ranks(size: int, per_host: int | None = None) -> Ranks:
-    return Ranks(size, per_host=per_host)
+def ranks(size: int, per_domain: int | None = None) -> Ranks:
+    return Ranks(size, per_domain=per_domain)
 
 
 def count_calls(text):

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import fake_fabric
 import jax
 from processes import own_gpus
 
@@ -27,7 +28,9 @@ from jax_ep._group import handshake  # noqa: E402
 
 if host := os.environ.get("JAX_EP_TEST_HOST"):  # processes of one host that are to think they are on several
     handshake.host_id = lambda: host
-per_node = int(os.environ.get("JAX_EP_TEST_RANKS_PER_NODE", "0")) or None
+if cluster := os.environ.get("JAX_EP_TEST_CLUSTER"):
+    fake_fabric.install(cluster)
+per_domain = int(os.environ.get("JAX_EP_TEST_RANKS_PER_DOMAIN", "0")) or None
 
 R, T, K, H = len(jax.devices()), int(os.environ.get("JAX_EP_TEST_TOKENS", "64")), 4, 512
 E = 16 * R
@@ -84,13 +87,13 @@ def check_sums(order, y):
         w = np.where(used, w, 0)
     wide, scale = x.astype(np.float32), np.sum(np.abs(w), axis=1, keepdims=True)
     expected = wide * np.sum(w, axis=1, keepdims=True)
-    # The sums of a rank, of a host and of all are rounded one after the other, each by 2^-8 at most.
+    # The sums of a rank, of a domain and of all are rounded one after the other, each by 2^-8 at most.
     assert np.all(np.abs(whole(y).astype(np.float32) - expected) <= 3.1 * 2.0**-8 * np.abs(wide) * scale)
 
 
 def say_digests():
     """What a layer computes: all of it, and what its dispatch brings."""
-    with jax_ep.Group(mesh, "ep", ranks_per_node=per_node) as group:
+    with jax_ep.Group(mesh, "ep", ranks_per_domain=per_domain) as group:
         print("on", group.info(), flush=True)
         for order in ("rank", "expert"):
             run = forward_and_backward(group, order)
@@ -119,7 +122,7 @@ def say_what_a_death_does():
     os._exit(0)  # jax.distributed would wait for the dead
 
 
-def say_what_the_death_of_a_host_does():
+def say_what_the_death_of_a_domain_does():
     """The last process dies while all run ops; the others say what JAX and what the group says."""
     group = jax_ep.Group(mesh, "ep", timeout_s=5)
     run = forward_and_backward(group, "expert")
@@ -237,7 +240,7 @@ def exit_one_by_one():
 {
     "digests": say_digests,
     "death": say_what_a_death_does,
-    "death of a host": say_what_the_death_of_a_host_does,
+    "death of a domain": say_what_the_death_of_a_domain_does,
     "another order": say_what_another_order_of_ops_does,
     "two threads": say_what_two_threads_do,
     "descriptors": count_descriptors,

@@ -1,9 +1,9 @@
-"""Dispatch and combine over more ranks than a host has: `many_ranks_worker.py RANKS PER_HOST EXPERTS`."""
+"""Dispatch and combine over more ranks than a domain has: `many_ranks_worker.py RANKS PER_DOMAIN EXPERTS`."""
 
 import os
 import sys
 
-ranks, per_host, experts = map(int, sys.argv[1:])
+ranks, per_domain, experts = map(int, sys.argv[1:])
 os.environ["NPROC"] = str(2 * ranks)
 
 import jax  # noqa: E402
@@ -21,7 +21,7 @@ import jax_ep  # noqa: E402
 
 T, K, H = 2, 3, 4
 mesh = Mesh(np.array(jax.devices()), ("ep",))
-group = jax_ep.Group(mesh, "ep", ranks_per_node=per_host)
+group = jax_ep.Group(mesh, "ep", ranks_per_domain=per_domain)
 assert group.info().implementation == "ffi"
 ids, x = routing("sprinkled", ranks, T, K, experts), floats((ranks, T, H))
 w = floats((ranks, T, K), seed=2)
@@ -41,6 +41,6 @@ for rank, want in enumerate(expected):
     assert same_bits(sent.row_weights[rank], want.weights)
     np.testing.assert_array_equal(sent.num_dropped[rank], want.num_dropped)
 y, weights = (np.stack([getattr(one, name) for one in expected]) for name in ("x", "weights"))
-sums = oracle.combine(y, expected, T, weights, per_host=per_host)
+sums = oracle.combine(y, expected, T, weights, per_domain=per_domain)
 np.testing.assert_allclose(back, sums, rtol=1e-5, atol=1e-6)
 print(f"{ranks} ranks ok")

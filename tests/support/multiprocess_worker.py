@@ -1,6 +1,6 @@
 """One of several processes that share eight CPU devices: `multiprocess_worker.py ADDRESS PROCESSES PROCESS`.
 
-Dispatch, combine and gradients against the oracle. A process counts as a host.
+Dispatch, combine and gradients against the oracle. A process counts as a domain.
 """
 
 import sys
@@ -29,7 +29,7 @@ mesh = Mesh(np.array(jax.devices()), ("ep",))
 assert mesh.size == R
 group = jax_ep.Group(mesh, "ep")
 info = group.info()
-assert (info.implementation, info.reason, info.ranks_per_node) == ("ffi", "", R // processes), info
+assert (info.implementation, info.reason, info.ranks_per_domain) == ("ffi", "", R // processes), info
 spec = NamedSharding(mesh, P("ep"))
 ids, x, w = routing("sprinkled", R, T, K, E), floats((R, T, H)), floats((R, T, K))
 
@@ -63,7 +63,7 @@ gradients, (d, back) = jax.jit(jax.grad(loss, has_aux=True))(spread(x), spread(i
 expected = oracle.dispatch(x, ids, w, E, "expert", alignment=4)
 y = np.stack([one.x for one in expected])
 weights = np.stack([one.weights for one in expected])
-sums = oracle.combine(y, expected, T, weights, per_host=R // processes)
+sums = oracle.combine(y, expected, T, weights, per_domain=R // processes)
 for rank, rows in local(d.x).items():
     assert same_bits(rows, expected[rank].x)
 for rank, counts in local(d.tokens_per_expert).items():
@@ -105,7 +105,7 @@ for got, expected in ((sent.x.values, of_values), (sent.x.scales, of_scales)):
 for rank, sizes in local(sent.group_sizes).items():
     np.testing.assert_array_equal(sizes, of_rows[rank].group_sizes)
 y, weights = (np.stack([getattr(one, name) for one in of_rows]) for name in ("x", "weights"))
-sums = oracle.combine(y, of_rows, T, weights, per_host=R // processes)
+sums = oracle.combine(y, of_rows, T, weights, per_domain=R // processes)
 for rank, total in local(totals).items():
     np.testing.assert_allclose(total, sums[rank], rtol=1e-5, atol=1e-6)
 
@@ -115,7 +115,7 @@ want = np.where(routed >= 0, w, 0).sum(axis=-1, keepdims=True) * np.ones(H)
 for rank, gradient in local(gradients).items():
     np.testing.assert_allclose(gradient, want[rank], rtol=1e-5, atol=1e-5)
 
-# Ranks in another order than their hosts: one exchange among all of them, as before, and why.
+# Ranks in another order than their domains: one exchange among all of them, as before, and why.
 mixed = Mesh(np.array(jax.devices()).reshape(2, -1).T.reshape(-1), ("ep",))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -126,7 +126,7 @@ with warnings.catch_warnings(record=True) as caught:
     spec = NamedSharding(mixed, P("ep"))
     for _ in range(2):
         run(spread(x), spread(ids), spread(w)).block_until_ready()
-assert other.info().ranks_per_node == R
+assert other.info().ranks_per_domain == R
 assert "are not consecutive" in other.info().reason
 assert sum("spans processes" in str(warning.message) for warning in caught) == 1
 with pytest.raises(ValueError, match="are not consecutive"):

@@ -17,19 +17,19 @@ def routed(topk_idx: np.ndarray, num_experts: int) -> np.ndarray:
     return np.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1).astype(np.int32)
 
 
-def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_node: int = 1) -> tuple:
-    """Returns the counts of one rank's tokens per rank, per host, per expert, and is_token_in_rank."""
+def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_domain: int = 1) -> tuple:
+    """Returns the counts of one rank's tokens per rank, per domain, per expert, and is_token_in_rank."""
     experts_per_rank = num_experts // num_ranks
     in_rank = np.zeros((len(topk_idx), num_ranks), bool)
     per_expert = np.zeros(num_experts, np.int32)
-    per_node = np.zeros(num_ranks // ranks_per_node, np.int32)
+    per_domain = np.zeros(num_ranks // ranks_per_domain, np.int32)
     for t, token in enumerate(routed(topk_idx, num_experts)):
         for expert in token[token >= 0]:
             per_expert[expert] += 1
             in_rank[t, expert // experts_per_rank] = True
-        for node in {rank // ranks_per_node for rank in np.flatnonzero(in_rank[t])}:
-            per_node[node] += 1
-    return in_rank.sum(axis=0).astype(np.int32), per_node, per_expert, in_rank
+        for node in {rank // ranks_per_domain for rank in np.flatnonzero(in_rank[t])}:
+            per_domain[node] += 1
+    return in_rank.sum(axis=0).astype(np.int32), per_domain, per_expert, in_rank
 
 
 def mask_inactive(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid: Any = None) -> np.ndarray:
@@ -45,18 +45,18 @@ def mask_inactive(topk_idx: np.ndarray, num_experts: int, active: Any, num_valid
     return ids
 
 
-def dropped_by_hop_1(ids: np.ndarray, experts: int, per_host: int, host_rows: int) -> np.ndarray:
-    """Returns ids [R, T, K], -1 where a host keeps only the first host_rows tokens of each rank."""
+def dropped_by_hop_1(ids: np.ndarray, experts: int, per_domain: int, domain_rows: int) -> np.ndarray:
+    """Returns ids [R, T, K], -1 where a domain keeps only the first domain_rows tokens of each rank."""
     kept = np.stack([routed(one, experts) for one in ids])
-    host_of = np.where(kept < 0, -1, kept // (experts // (len(ids) // per_host)))
+    domain_of = np.where(kept < 0, -1, kept // (experts // (len(ids) // per_domain)))
     for rank, tokens in enumerate(kept):
-        for host in range(len(ids) // per_host):
+        for domain in range(len(ids) // per_domain):
             sent = 0
             for t in range(len(tokens)):
-                to_host = host_of[rank, t] == host
-                if to_host.any() and sent >= host_rows:
-                    tokens[t, to_host] = -1
-                sent += to_host.any()
+                to_domain = domain_of[rank, t] == domain
+                if to_domain.any() and sent >= domain_rows:
+                    tokens[t, to_domain] = -1
+                sent += to_domain.any()
     return kept
 
 
@@ -180,17 +180,16 @@ def combine(
     biases: tuple[np.ndarray, ...] = (),
     folds: bool = False,
     active: Any = None,
-    per_host: int | None = None,
+    per_domain: int | None = None,
     as_fp8: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """[R, T, ...] sums of y [R, C, ...] in float32 and in the stated order, not yet rounded.
 
-    `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype. With `per_host`
-    ranks on each host, a host sends the sum of its ranks, rounded to y's dtype, and hosts are added in order.
-    Nothing comes from ranks, and goes to ranks, that are not `active` [R]. as_fp8(parts) rounds the parts
-    that travel: those of ranks, or with `per_host` those of hosts.
-    `received` lists the rows of a rank by expert, so those of a token are first sorted by k, which is the
-    documented order.
+    `folds`: a rank that holds several rows of a token sends their sum, rounded to y's dtype. With
+    `per_domain` ranks in each domain, a domain sends the sum of its ranks, rounded to y's dtype, and domains
+    are added in order. Nothing comes from ranks, and goes to ranks, that are not `active` [R]. as_fp8(parts)
+    rounds the parts that travel: those of ranks, or with `per_domain` those of domains. `received` lists the
+    rows of a rank by expert, so those of a token are first sorted by k, which is the documented order.
     """
     num_ranks = len(received)
     wide = np.float64 if y.dtype == np.float64 else np.float32
@@ -209,14 +208,14 @@ def combine(
                 partial = partial + weight * y[rank, c].astype(wide)
             if folds and len(rows) > 1:
                 partial = partial.astype(y.dtype).astype(wide)
-            if as_fp8 is not None and per_host is None:
+            if as_fp8 is not None and per_domain is None:
                 partial = as_fp8(partial)
             out[s, t] += partial
-        if per_host is not None and (rank + 1) % per_host == 0:
+        if per_domain is not None and (rank + 1) % per_domain == 0:
             out = out.astype(y.dtype).astype(wide)
             total += out if as_fp8 is None else as_fp8(out)
             out = np.zeros_like(out)
-    out = out if per_host is None else total
+    out = out if per_domain is None else total
     for bias in biases:
         out += bias.astype(wide)
     return out

@@ -1,6 +1,7 @@
 """One of two processes of four CPU devices that share pretended GPU memory: files, told by their inodes.
 
-`share_memory_worker.py TASKS ADDRESS PROCESS`, with a comma between tasks.
+`share_memory_worker.py TASKS ADDRESS PROCESS`, with a comma between tasks. In a task "... on two hosts" each
+process thinks that it has a host of its own, in one NVLink domain with the other's.
 """
 
 import os
@@ -22,16 +23,19 @@ jax.distributed.initialize(address, num_processes=2, process_id=process)
 
 import numpy as np  # noqa: E402
 
-from jax_ep._group import descriptors, handshake, memory  # noqa: E402
+from jax_ep._group import connections, handshake, memory  # noqa: E402
 
-BASE, BYTES, HOST_MEETING_BYTES = 0x10000, 0x1000, 0x2000
+BASE, BYTES = 0x10000, 0x1000
 SIZE = 4
+ON_TWO_HOSTS = " on two hosts"
 inodes: dict[int, int] = {}  # of what was imported, by the base it was given
 watched: dict[int, int] = {}
+watchers: dict[int, int] = {}
 opened: list[str] = []
 log: list[Any] = []
 files = {}
 has_failed = False
+has_own_host = False
 task = ""  # the present one
 
 
@@ -62,21 +66,31 @@ def import_region(descriptor: int, size: int, devices: list[int]) -> int:
     return base
 
 
-def host_meeting_bytes(num_ranks: int) -> int:
-    assert num_ranks == len(jax.devices())
-    fails("meeting")
-    return HOST_MEETING_BYTES
-
-
 def watch_process(other: int, descriptor: int) -> None:
     fails("watch")
     assert other not in watched
     watched[other] = descriptor
 
 
-def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, meeting: int) -> str:
-    status = os.fstat(meeting)
-    assert (num_ranks, status.st_size) == (SIZE, HOST_MEETING_BYTES)
+def add_watcher(other: int, descriptor: int) -> None:
+    watchers[other] = descriptor
+
+
+def export_fabric_region(address: int, device: int) -> bytes:
+    """The handle says where other processes find the file."""
+    fails("fabric export")
+    os.close(export_region(address, device))
+    return f"/proc/{os.getpid()}/fd/{files[address].fileno()}".encode().ljust(64)
+
+
+def import_fabric_region(handle: bytes, size: int, devices: list[int]) -> int:
+    fails("fabric import")
+    with open(handle.decode().strip(), "rb") as file:
+        return import_region(file.fileno(), size, devices)
+
+
+def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int) -> str:
+    assert num_ranks == SIZE
     opened.append(key)
     for device, (ordinal, control, shift, owner) in zip(devices, ranks, strict=True):
         assert owner == device.process_index
@@ -87,7 +101,6 @@ def open_device_group(key: str, ranks: list[memory.Rank], num_ranks: int, meetin
         assert (shift == 0) == own
         inode = os.fstat(files[control].fileno()).st_ino if own else inodes[control - 0x40]
         print(f"{key}: device {device.id}: inode {inode}", flush=True)
-    print(f"{key}: meeting: inode {status.st_ino}", flush=True)
     return f"process {process} says no" if task == f"{process}: open" else ""
 
 
@@ -103,8 +116,10 @@ module: Any = SimpleNamespace(
     region_of=lambda address, device: (address // BASE * BASE, BYTES),
     export_region=export_region,
     import_region=import_region,
-    host_meeting_bytes=host_meeting_bytes,
+    export_fabric_region=export_fabric_region,
+    import_fabric_region=import_fabric_region,
     watch_process=watch_process,
+    add_watcher=add_watcher,
     open_device_group=open_device_group,
     reset_device_group=reset_device_group,
 )
@@ -118,6 +133,7 @@ def drain_and_log(local: Any, limit_s: float) -> None:
 
 
 handshake.drain = drain_and_log
+handshake.host_id = lambda: f"host {process}" if has_own_host else "host"
 devices = list(np.array(jax.devices()).reshape(2, -1).T.flat)  # two groups, each of both processes' devices
 handshake.exchange(devices, {}, 60, "a first word")  # which opens connections that stay
 before = len(os.listdir("/proc/self/fd"))
@@ -137,7 +153,7 @@ def make(key: str) -> None:
 
 def count_descriptors() -> None:
     """None is open but the memory itself, and one for each end of a watch."""
-    expected = before + len(files) + len(watched) + len(descriptors._kept)
+    expected = before + len(files) + len(watched) + len(connections._kept)
     assert len(os.listdir("/proc/self/fd")) == expected
     print("descriptors closed", flush=True)
 
@@ -150,14 +166,14 @@ def end() -> None:
 
 def forget() -> None:
     """Makes the process as it was before any task, but for the connections of `handshake`."""
-    for descriptor in (*watched.values(), *descriptors._kept):
+    for descriptor in (*watched.values(), *connections._kept):
         os.close(descriptor)
     for file in files.values():
         file.close()
-    for state in (inodes, watched, opened, log, files, memory._mapped, memory._settled):
+    for state in (inodes, watched, watchers, opened, log, files, memory._mapped, memory._settled):
         state.clear()
-    descriptors._kept.clear()
-    descriptors._watched.clear()
+    connections._kept.clear()
+    connections._watched.clear()
     count_descriptors()
 
 
@@ -196,6 +212,11 @@ def all_goes_well() -> None:
     assert log == []
     count_descriptors()
     (descriptor,) = watched.values()
+    with socket.socket(fileno=os.dup(descriptor)) as connected:
+        assert (connected.family == socket.AF_UNIX) == (not has_own_host)
+    os.write(watchers[1 - process], b"event")
+    assert select.select([descriptor], [], [], 15)[0]
+    assert os.read(descriptor, 10) == b"event"
     if process == 1:
         if os.fork() == 0:  # a child that outlives its parent
             for standard in range(3):
@@ -214,6 +235,8 @@ def all_goes_well() -> None:
 handshake.LEAST_S = 20.0
 for task in tasks:
     print(f"task {task}", flush=True)
+    has_own_host = task.endswith(ON_TWO_HOSTS)
+    task = task.removesuffix(ON_TWO_HOSTS)
     if task.endswith("never comes"):
         never_comes()
     if task == "one dies":

@@ -99,7 +99,7 @@ def draw(rng: np.random.Generator, group: jax_ep.Group, small: bool) -> Drawn:
     fits = order == "expert_padded" or rng.random() < 0.5
     capacity = None if fits else int(rng.integers(alignment, alignment + tokens * k))
     quantize = [None, "fp8", "fp8_dequantize"][rng.integers(3)] if width % 128 == 0 else None
-    leaves_out = tokens <= FEW and group.ranks_per_node == group.size and rng.random() < 0.5
+    leaves_out = tokens <= FEW and group.ranks_per_domain == group.size and rng.random() < 0.5
     return Drawn(
         tokens=tokens,
         k=k,
@@ -242,8 +242,8 @@ def program(rng: np.random.Generator, group: jax_ep.Group, mesh: Mesh, steps: in
 
     mapped = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P("ep"), check_vma=False)
     compiled = jax.jit(mapped)
-    hosts = "" if group.ranks_per_node == ranks else f", {group.ranks_per_node} a host"
-    return (lambda: compiled(jnp.array([seed]))), f"{ranks} ranks{hosts}, {drawn}", steps * drawn.ops
+    domains = "" if group.ranks_per_domain == ranks else f", {group.ranks_per_domain} a domain"
+    return (lambda: compiled(jnp.array([seed]))), f"{ranks} ranks{domains}, {drawn}", steps * drawn.ops
 
 
 def begin_epochs(group: jax_ep.Group, before: int, number: int) -> str:
@@ -264,7 +264,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="few and short rows, and all devices: more ops")
     parser.add_argument("--epochs", type=int, default=0, help="on GPUs, begin so far below 2**31 or 2**32")
     parser.add_argument(
-        "--hosts", action="store_true", help="make up hosts, of as many ranks as come by chance"
+        "--domains", action="store_true", help="make up domains, of as many ranks as come by chance"
     )
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
@@ -274,8 +274,8 @@ def main() -> int:
         size = len(jax.devices()) if options.small else int(rng.integers(1, len(jax.devices()) + 1))
         mesh = Mesh(rng.permutation(np.array(jax.devices()))[:size], ("ep",))
         divisors = [n for n in range(1, size + 1) if size % n == 0]
-        per_host = int(rng.choice(divisors)) if options.hosts else size
-        with jax_ep.Group(mesh, "ep", ranks_per_node=per_host) as group:
+        per_domain = int(rng.choice(divisors)) if options.domains else size
+        with jax_ep.Group(mesh, "ep", ranks_per_domain=per_domain) as group:
             run, name, ops = program(rng, group, mesh, options.steps, options.small)
             if options.epochs and on_gpus:
                 name += begin_epochs(group, options.epochs, number)

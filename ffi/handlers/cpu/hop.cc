@@ -1,5 +1,5 @@
-// Handler around JAX's collectives between hosts on the CPU, which do not report the ranks that wait in them.
-// One call before a collective and one after it record the wait in the group, which names late ranks in
+// Handler around JAX's collectives between domains on the CPU, which do not report the ranks that wait in
+// them. One call before a collective and one after it record the wait in the group, which names late ranks in
 // TakeExpired.
 #include <cstring>
 

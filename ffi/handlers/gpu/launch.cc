@@ -120,9 +120,9 @@ ffi::Error LaunchCollective(const GpuContext& context, const GroupMember& member
     return devices->RegisterCall(Text(description.describe(), ", in program ", context.site->program()));
   };
   const auto notify = [&] {
-    if (description.notify_other_hosts == nullptr) return;
+    if (description.notify_other_domains == nullptr) return;
     const Call refused = call ? *call : Call{register_call(), 0};
-    description.notify_other_hosts(devices->MakePeers(member.position, refused, description.through_arena));
+    description.notify_other_domains(devices->MakePeers(member.position, refused, description.through_arena));
   };
   if (std::string text = devices->DescribeFailure(); !text.empty()) {
     // Others that do not know of the failure yet may wait at a first call.

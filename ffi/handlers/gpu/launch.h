@@ -96,7 +96,7 @@ struct OpDescription {
   std::string precondition_error{};  // reason why this rank cannot launch the op; empty: none
   // Launches a kernel that moves no rows and reports to ranks outside the group, which wait for this rank in
   // the op, that the group has failed. Null: there are no such ranks.
-  std::function<void(const Peers&)> notify_other_hosts{};
+  std::function<void(const Peers&)> notify_other_domains{};
 };
 
 // Launches an op with its group's control blocks. At the first call of a call site all ranks of the group

@@ -55,10 +55,10 @@ bool FitsArena(const Group& group, const Shape& shape, int64_t row_bytes) {
 }
 
 // Returns whether a rank can find the row of a token of another rank: by expert from the handle, by rank
-// since the rows of each source follow each other. Rows that ranks relay for other hosts are ordered by their
-// original senders, and placed rows in any way.
+// since the rows of each source follow each other. Rows that ranks relay for other domains are ordered by
+// their original senders, and placed rows in any way.
 static bool FindsRowsOfSources(const Group& group, const Shape& shape) {
-  return shape.has_row_per_choice() || (shape.order == Order::kRank && !group.relays_for_other_hosts());
+  return shape.has_row_per_choice() || (shape.order == Order::kRank && !group.relays_for_other_domains());
 }
 
 // By rank, a slot stands for the n-th row that came from a rank.

@@ -1,11 +1,11 @@
-// Hop 1 by puts into slots at the other hosts: the protocol, independent of the network (see wait.cuh).
+// Hop 1 by puts into slots at the other domains: the protocol, independent of the network (see wait.cuh).
 //
-// A track works in rounds. In each round it sends the next piece to every host, and receives an earlier piece
-// from every host. The sender writes a piece to one of its own slots, and puts it into the slot of the same
-// number at the receiver. The receiver copies it to the result, and then returns a credit. Only the credit of
-// a piece allows its two slots to be reused: the receiver has read all of it, and therefore so has the
-// network. Credits outlive the op, so that no rank waits at its end. The network never accesses an array of
-// XLA's.
+// A track works in rounds. In each round it sends the next piece to every domain, and receives an earlier
+// piece from every domain. The sender writes a piece to one of its own slots, and puts it into the slot of
+// the same number at the receiver. The receiver copies it to the result, and then returns a credit. Only the
+// credit of a piece allows its two slots to be reused: the receiver has read all of it, and therefore so has
+// the network. Credits outlive the op, so that no rank waits at its end. The network never accesses an array
+// of XLA's.
 #pragma once
 
 #include "kernels/hop/wait.cuh"
@@ -48,8 +48,8 @@ __device__ inline void CopyBlock(std::byte* to, const std::byte* from, int64_t b
 // receiver must have taken that one in an earlier round.
 constexpr int kHopLag = kHopSlots - 1;
 
-// Returns this rank's position among all hosts, according to the program: its host, and the list of the ranks
-// that it exchanges pieces with, which have the same index on the other hosts.
+// Returns this rank's position among all domains, according to the program: its domain, and the list of the
+// ranks that it exchanges pieces with, which have the same index on the other domains.
 __device__ inline MeshPosition FindHopPosition(const HopParams& hop) {
   const int per_host = max(1, hop.peers.num_ranks);
   const MeshPosition position = *hop.position_operand;
@@ -72,20 +72,20 @@ struct HopPiece {
   }
 };
 
-// Sends a piece to every other host, and copies this host's own piece. Called by the whole block. Returns
+// Sends a piece to every other domain, and copies this domain's own piece. Called by the whole block. Returns
 // false if the hop has failed.
 template <typename Net>
 __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
-  const int64_t own_offset = hop.host * hop.block_bytes + piece.offset;
+  const int64_t own_offset = hop.domain * hop.block_bytes + piece.offset;
   CopyBlock(hop.out + own_offset, hop.in + own_offset, piece.bytes);
-  for (int k = 1; k < window.hosts; ++k) {
-    const int to = (hop.host + k) % window.hosts;
+  for (int k = 1; k < window.domains; ++k) {
+    const int to = (hop.domain + k) % window.domains;
     uint64_t reason = 0;
     if (threadIdx.x == 0 && piece.number >= kHopSlots) {
       const uint64_t credits = piece.number - kHopSlots + 1;
-      reason = AwaitHost(hop, net, to,
-                         [&] { return net.ReadSignal(window.CreditSignal(piece.track, to)) >= credits; });
+      reason = AwaitDomain(hop, net, to,
+                           [&] { return net.ReadSignal(window.CreditSignal(piece.track, to)) >= credits; });
       if (reason != 0) GiveUpHop(hop, net, reason);
     }
     if (__syncthreads_or(reason != 0)) return false;
@@ -94,21 +94,21 @@ __device__ bool SendPiece(const HopParams& hop, const Net& net, const HopPiece& 
     CopyBlock(hop.slots + slot + kHopHeadBytes, hop.in + to * hop.block_bytes + piece.offset, piece.bytes);
     __syncthreads();
     if (threadIdx.x == 0) {
-      net.Put(to, window.SlotFrom(piece.track, hop.host, piece.number), slot,
+      net.Put(to, window.SlotFrom(piece.track, hop.domain, piece.number), slot,
               kHopHeadBytes + AlignUp(piece.bytes, 16),
-              window.PieceSignal(piece.track, hop.host, piece.number));
+              window.PieceSignal(piece.track, hop.domain, piece.number));
     }
   }
   return true;
 }
 
-// Waits for a piece from a host. Returns false if the hop has failed, also because the piece is of another
+// Waits for a piece from a domain. Returns false if the hop has failed, also because the piece is of another
 // op. Called by the first thread.
 template <typename Net>
 __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece& piece, int from) {
   const HopWindow& window = hop.window;
   const uint64_t uses = piece.number / kHopSlots + 1;  // of the piece's slot
-  const uint64_t reason = AwaitHost(hop, net, from, [&] {
+  const uint64_t reason = AwaitDomain(hop, net, from, [&] {
     return net.ReadSignal(window.PieceSignal(piece.track, from, piece.number)) >= uses;
   });
   if (reason != 0) {
@@ -118,23 +118,23 @@ __device__ bool HasArrived(const HopParams& hop, const Net& net, const HopPiece&
   const std::byte* const slot = hop.slots + window.SlotFrom(piece.track, from, piece.number);
   const uint64_t call = LoadWord(reinterpret_cast<const uint64_t*>(slot));
   if (call == piece.call) return true;
-  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.host, from).word,
+  GiveUpHop(hop, net, HopReason::Of(HopPhase::kOther, hop.domain, from).word,
             static_cast<uint32_t>(call ^ piece.call ^ hop.call));
   return false;
 }
 
-// Receives a piece from every other host. Called by the whole block. Returns false if the hop has failed.
+// Receives a piece from every other domain. Called by the whole block. Returns false if the hop has failed.
 template <typename Net>
 __device__ bool ReceivePiece(const HopParams& hop, const Net& net, const HopPiece& piece) {
   const HopWindow& window = hop.window;
-  for (int k = 1; k < window.hosts; ++k) {
-    const int from = (hop.host + window.hosts - k) % window.hosts;
+  for (int k = 1; k < window.domains; ++k) {
+    const int from = (hop.domain + window.domains - k) % window.domains;
     const bool fails = threadIdx.x == 0 && !HasArrived(hop, net, piece, from);
     if (__syncthreads_or(fails)) return false;
     const int64_t slot = window.SlotFrom(piece.track, from, piece.number);
     CopyBlock(hop.out + from * hop.block_bytes + piece.offset, hop.slots + slot + kHopHeadBytes, piece.bytes);
     __syncthreads();
-    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(piece.track, hop.host), 1);
+    if (threadIdx.x == 0) net.Signal(from, window.CreditSignal(piece.track, hop.domain), 1);
   }
   return true;
 }
@@ -145,13 +145,13 @@ __device__ bool OpenTrack(const HopParams& hop, const Net& net, HopTrack& track)
   uint64_t reason = FindOwnReason(hop);
   const bool is_busy = atomicExch(&track.busy, 1u) != 0;
   FenceSystem();  // makes the previous hop's state of this track visible
-  if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.host, hop.host).word;
-  if (reason == 0 && FindHopPosition(hop).rank != hop.host) {
-    reason = HopReason::Of(HopPhase::kMesh, hop.host, hop.host).word;
+  if (reason == 0 && is_busy) reason = HopReason::Of(HopPhase::kBusy, hop.domain, hop.domain).word;
+  if (reason == 0 && FindHopPosition(hop).rank != hop.domain) {
+    reason = HopReason::Of(HopPhase::kMesh, hop.domain, hop.domain).word;
   }
   const int64_t pieces = hop.window.PiecesOf(static_cast<int>(blockIdx.x), hop.block_bytes);
   if (reason == 0 && track.pieces + static_cast<uint64_t>(pieces) > hop.max_pieces) {
-    reason = HopReason::Of(HopPhase::kCounterExhausted, hop.host, hop.host).word;
+    reason = HopReason::Of(HopPhase::kCounterExhausted, hop.domain, hop.domain).word;
   }
   if (reason != 0) GiveUpHop(hop, net, reason);
   return reason == 0;
@@ -184,7 +184,7 @@ __device__ void Exchange(const HopParams& hop, const Net& net) {
   const bool fails = threadIdx.x == 0 && LoadRelaxed(&hop.state->reason) != 0;
   if (!__syncthreads_or(fails)) return;
   FenceSeqCst();
-  FillResult(hop.out, hop.window.hosts * hop.block_bytes);
+  FillResult(hop.out, hop.window.domains * hop.block_bytes);
 }
 
 }  // namespace jax_ep::cuda

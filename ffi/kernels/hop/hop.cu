@@ -17,12 +17,12 @@ class GinNet {
   __device__ explicit GinNet(const Gin& gin)
       : gin_(gin.comm, static_cast<int>(blockIdx.x)), team_(ncclTeamWorld(gin.comm)), window_(gin.window) {}
 
-  __device__ void Put(int host, int64_t to, int64_t from, int64_t bytes, uint32_t signal) const {
-    gin_.put(team_, host, window_, static_cast<size_t>(to), window_, static_cast<size_t>(from),
+  __device__ void Put(int domain, int64_t to, int64_t from, int64_t bytes, uint32_t signal) const {
+    gin_.put(team_, domain, window_, static_cast<size_t>(to), window_, static_cast<size_t>(from),
              static_cast<size_t>(bytes), ncclGin_WeakSignalAdd{signal, 1});
   }
-  __device__ void Signal(int host, uint32_t signal, uint64_t number) const {
-    gin_.signal(team_, host, ncclGin_WeakSignalAdd{signal, number});
+  __device__ void Signal(int domain, uint32_t signal, uint64_t number) const {
+    gin_.signal(team_, domain, ncclGin_WeakSignalAdd{signal, number});
   }
   __device__ uint64_t ReadSignal(uint32_t signal) const { return gin_.readSignal(signal); }
 

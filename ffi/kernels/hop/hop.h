@@ -1,4 +1,4 @@
-// Launch of a hop between hosts over NCCL's device API.
+// Launch of a hop between domains over NCCL's device API.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace jax_ep::cuda {
 
-// A device's view of an NCCL communicator whose ranks are the hosts.
+// A device's view of an NCCL communicator whose ranks are the domains.
 struct Gin {
   ncclDevComm comm;
   ncclWindow_t window;

@@ -1,8 +1,8 @@
 // Hop 1 through an NCCL window: the layout of the window, and the state that a device keeps between hops.
 //
-// The ranks of the same index on all hosts take part, one of each host, and are numbered by host. Each sends
-// a block to every other. A *track* is a block of CUDA threads on each of them. It moves its share of the
-// blocks' *pieces* one after another, through slots of its own. Tracks are independent of each other.
+// The ranks of the same index on all domains take part, one of each domain, and are numbered by domain. Each
+// sends a block to every other. A *track* is a block of CUDA threads on each of them. It moves its share of
+// the blocks' *pieces* one after another, through slots of its own. Tracks are independent of each other.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,9 @@
 
 namespace jax_ep {
 
-constexpr int kMaxHosts = 64;
+constexpr int kMaxDomains = 64;
 constexpr int kHopTracks = 8;
-// Pieces in flight from one track to one host. A slot is reused once its last piece has been read.
+// Pieces in flight from one track to one domain. A slot is reused once its last piece has been read.
 constexpr int kHopSlots = 4;
 constexpr int64_t kHopHeadBytes = 128;  // before each piece: the call that it belongs to
 constexpr int64_t kMaxPieceBytes = int64_t{128} << 10;
@@ -24,37 +24,37 @@ constexpr int64_t kMaxHopSlotBytes = int64_t{32} << 20;  // of all slots, withou
 // The window: slots for pieces that are sent, then slots for pieces that arrive. It has the same size on all
 // ranks, so that offsets are valid everywhere.
 struct HopWindow {
-  int32_t hosts;
+  int32_t domains;
   int32_t tracks;
   int64_t piece_bytes;
 
-  // Returns a window of at most 16 MiB for two hosts, and at most 33 MiB for any number.
-  static HopWindow Of(int hosts) {
-    const int64_t even = kMaxHopSlotBytes / (2 * kHopTracks * kHopSlots * hosts) / 1024 * 1024;
-    return {hosts, kHopTracks, even < kMaxPieceBytes ? even : kMaxPieceBytes};
+  // Returns a window of at most 16 MiB for two domains, and at most 33 MiB for any number.
+  static HopWindow Of(int domains) {
+    const int64_t even = kMaxHopSlotBytes / (2 * kHopTracks * kHopSlots * domains) / 1024 * 1024;
+    return {domains, kHopTracks, even < kMaxPieceBytes ? even : kMaxPieceBytes};
   }
 
   JAX_EP_HD int64_t slot_bytes() const { return kHopHeadBytes + piece_bytes; }
-  JAX_EP_HD int64_t half_bytes() const { return int64_t{tracks} * hosts * kHopSlots * slot_bytes(); }
+  JAX_EP_HD int64_t half_bytes() const { return int64_t{tracks} * domains * kHopSlots * slot_bytes(); }
   JAX_EP_HD int64_t bytes() const { return 2 * half_bytes(); }
-  // Return the offset of the slot for a piece of a track, to a host or from it.
-  JAX_EP_HD int64_t SlotTo(int track, int host, uint64_t number) const {
+  // Return the offset of the slot for a piece of a track, to a domain or from it.
+  JAX_EP_HD int64_t SlotTo(int track, int domain, uint64_t number) const {
     return slot_bytes() *
-           ((int64_t{track} * hosts + host) * kHopSlots + static_cast<int>(number % kHopSlots));
+           ((int64_t{track} * domains + domain) * kHopSlots + static_cast<int>(number % kHopSlots));
   }
-  JAX_EP_HD int64_t SlotFrom(int track, int host, uint64_t number) const {
-    return half_bytes() + SlotTo(track, host, number);
+  JAX_EP_HD int64_t SlotFrom(int track, int domain, uint64_t number) const {
+    return half_bytes() + SlotTo(track, domain, number);
   }
 
-  // Signals count what a host has sent: pieces into one slot, and credits, each of which means that it has
+  // Signals count what a domain has sent: pieces into one slot, and credits, each of which means that it has
   // read a piece. The last signal holds the reason if it has given up. Each slot has its own signal, because
   // a piece's signal says nothing about other pieces, which may arrive in any order.
-  JAX_EP_HD uint32_t PieceSignal(int track, int host, uint64_t number) const {
-    return First(track, host) + static_cast<uint32_t>(number % kHopSlots);
+  JAX_EP_HD uint32_t PieceSignal(int track, int domain, uint64_t number) const {
+    return First(track, domain) + static_cast<uint32_t>(number % kHopSlots);
   }
-  JAX_EP_HD uint32_t CreditSignal(int track, int host) const { return First(track, host) + kHopSlots; }
-  JAX_EP_HD uint32_t EndSignal(int track, int host) const { return First(track, host) + kHopSlots + 1; }
-  JAX_EP_HD int num_signals() const { return tracks * hosts * (kHopSlots + 2); }
+  JAX_EP_HD uint32_t CreditSignal(int track, int domain) const { return First(track, domain) + kHopSlots; }
+  JAX_EP_HD uint32_t EndSignal(int track, int domain) const { return First(track, domain) + kHopSlots + 1; }
+  JAX_EP_HD int num_signals() const { return tracks * domains * (kHopSlots + 2); }
 
   // Returns the number of a track's pieces. A track has every `tracks`-th piece of a block.
   JAX_EP_HD int64_t PiecesOf(int track, int64_t block_bytes) const {
@@ -64,24 +64,24 @@ struct HopWindow {
   JAX_EP_HD int64_t OffsetOf(int track, int64_t i) const { return (i * tracks + track) * piece_bytes; }
 
  private:
-  JAX_EP_HD uint32_t First(int track, int host) const {
-    return static_cast<uint32_t>((track * hosts + host) * (kHopSlots + 2));
+  JAX_EP_HD uint32_t First(int track, int domain) const {
+    return static_cast<uint32_t>((track * domains + domain) * (kHopSlots + 2));
   }
 };
 
 // The reasons for a failed hop.
 enum class HopPhase : int32_t {
   kNone = 0,
-  kLate = 1,              // nothing came from a host
-  kOther = 2,             // a host called a different op
+  kLate = 1,              // nothing came from a domain
+  kOther = 2,             // a domain called a different op
   kBusy = 3,              // another hop of this device was under way
   kMesh = 4,              // the program runs on another mesh than the group's
-  kWithin = 5,            // an op among the ranks of the host has failed
+  kWithin = 5,            // an op among the ranks of the domain has failed
   kCounterExhausted = 6,  // the network counts no further
 };
 
-// The host that gave up first, the host that it blames, and the reason, in one word that hosts pass on. Never
-// 0.
+// The domain that gave up first, the domain that it blames, and the reason, in one word that domains pass on.
+// Never 0.
 struct HopReason {
   uint64_t word;
 
@@ -95,9 +95,9 @@ struct HopReason {
 };
 
 struct alignas(128) HopTrack {
-  uint64_t pieces;    // exchanged with each host, in all hops that have ended
+  uint64_t pieces;    // exchanged with each domain, in all hops that have ended
   uint32_t busy;      // 1 while the track is part of a hop
-  uint32_t notified;  // 1 once the track has sent the other hosts the reason
+  uint32_t notified;  // 1 once the track has sent the other domains the reason
 };
 
 // The state of hops in device memory, zero at first.
@@ -114,10 +114,10 @@ struct HopReport {
 
 struct HopParams {
   HopWindow window;
-  int32_t host;                          // of this rank
+  int32_t domain;                        // of this rank
   const MeshPosition* position_operand;  // among all ranks, computed by the program
-  const std::byte* in;                   // [hosts, block_bytes]
-  std::byte* out;                        // [hosts, block_bytes]
+  const std::byte* in;                   // [domains, block_bytes]
+  std::byte* out;                        // [domains, block_bytes]
   int64_t block_bytes;                   // more than 0
   uint32_t call;                         // hash of the op and its shape
   std::byte* slots;                      // the window on this rank
@@ -125,8 +125,8 @@ struct HopParams {
   HopReport* report;
   const uint64_t* timeout_ns;  // in host memory: the time limit of a wait
   uint64_t max_pieces;         // that a track may have over all hops
-  Peers peers;                 // the ranks of this host; none in trial hops
-  bool is_refused;             // move nothing, and report to the other hosts that this one has failed
+  Peers peers;                 // the ranks of this domain; none in trial hops
+  bool is_refused;             // move nothing, and report to the other domains that this one has failed
 };
 
 }  // namespace jax_ep

@@ -88,7 +88,7 @@ template <int kMaxChoices>
 __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int32_t counts[];
   const Shape& shape = params.shape;
-  const int R = shape.num_ranks, L = shape.num_local_experts(), num_nodes = R / params.ranks_per_node;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), num_nodes = R / params.ranks_per_domain;
   const int num_counts = R + num_nodes + shape.num_experts;
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
 #if JAX_EP_HAS_SM_90
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
     }
     bool* const goes_to = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
     CountDestinations(experts, R, L, counts, goes_to);
-    CountDestinations(experts, num_nodes, L * params.ranks_per_node, counts + R, nullptr);
+    CountDestinations(experts, num_nodes, L * params.ranks_per_domain, counts + R, nullptr);
     LoadToken(params, t + step, experts);
   }
   __syncthreads();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
     if (i < R) {
       params.num_tokens_per_rank[i] = counts[i];
     } else if (i < R + num_nodes) {
-      params.num_tokens_per_node[i - R] = counts[i];
+      params.num_tokens_per_domain[i - R] = counts[i];
     } else {
       params.num_tokens_per_expert[i - R - num_nodes] = counts[i];
     }
@@ -146,7 +146,7 @@ cudaError_t WithLayoutKernel(int top_k, F&& f) {
 
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const int num_counts = shape.num_ranks + shape.num_ranks / params.ranks_per_node + shape.num_experts;
+  const int num_counts = shape.num_ranks + shape.num_ranks / params.ranks_per_domain + shape.num_experts;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {device.has_clusters && shape.num_tokens > kThreads ? kClusterBlocks : 1u, 1, 1};

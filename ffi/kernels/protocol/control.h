@@ -143,7 +143,7 @@ enum class Phase : int32_t {
   kChannel = 6,  // another op of this device was still using the channel
   kGivenUp = 7,  // another rank gave up
   kStuck = 8,    // ranks did not finish and might still write to this rank: the GPU was stopped
-  kHop = 9,      // a hop between hosts failed (hop/window.h)
+  kHop = 9,      // a hop between domains failed (hop/window.h)
 };
 enum class Op : int32_t { kDispatch = 0, kRedispatch = 1, kCombine = 2, kGather = 3, kHop = 4 };
 

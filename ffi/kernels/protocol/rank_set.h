@@ -7,7 +7,7 @@
 
 namespace jax_ep {
 
-// Most ranks of a group on one host, or of one NVLink domain.
+// Most ranks of a domain.
 constexpr int kMaxRanks = 128;
 constexpr int kRankBits = 32;  // ranks that a word has bits for
 

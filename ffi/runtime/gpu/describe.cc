@@ -22,7 +22,7 @@ std::string RankList(const Reason& reason) {
 }
 
 const char* OpName(Op op) {
-  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather", "hop between hosts"};
+  static const char* const kNames[] = {"dispatch", "redispatch", "combine", "gather", "hop between domains"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -38,7 +38,7 @@ constexpr const char* kRemedy =
 
 // Returns why a rank that others name gave up.
 std::string DescribeReason(const Reason& reason) {
-  if (reason.phase() == Phase::kHop) return ": its hop between hosts failed, whose error says why";
+  if (reason.phase() == Phase::kHop) return ": its hop between domains failed, whose error says why";
   if (reason.phase() == Phase::kRank) return ": its program runs on another mesh than the group's";
   if (reason.num_missing() == 0) return "";
   if (reason.phase() == Phase::kCall) {
@@ -60,17 +60,17 @@ Phase PhaseOf(const Report& report) {
 }  // namespace
 
 std::string DescribeReason(const HopReason& reason, const std::string& in_time) {
-  const std::string rank_text = Text("the rank on host ", reason.by());
+  const std::string rank_text = Text("the rank of domain ", reason.by());
   switch (reason.phase()) {
     case HopPhase::kNone:
       return "";
     case HopPhase::kLate:
       return Text(
-          rank_text, " heard nothing from host ", reason.blamed(), " ", in_time,
+          rank_text, " heard nothing from domain ", reason.blamed(), " ", in_time,
           ". A process there has ended, hangs or has not reached the same op, or the network has "
-          "failed (after its first error it may deliver nothing any more, not even from living hosts)");
+          "failed (after its first error it may deliver nothing any more, not even from living domains)");
     case HopPhase::kOther:
-      return Text(rank_text, " was sent rows of another op, of other shapes or from another mesh by host ",
+      return Text(rank_text, " was sent rows of another op, of other shapes or from another mesh by domain ",
                   reason.blamed());
     case HopPhase::kBusy:
       return Text(rank_text,
@@ -79,15 +79,15 @@ std::string DescribeReason(const HopReason& reason, const std::string& in_time) 
     case HopPhase::kMesh:
       return Text(
           rank_text,
-          " runs as the rank of another host: the group was made for another mesh. Make the Group from "
+          " runs as the rank of another domain: the group was made for another mesh. Make the Group from "
           "the mesh of this shard_map");
     case HopPhase::kWithin:
       return Text(rank_text,
-                  " gave up because an op among the ranks of that host had failed, whose error says why");
+                  " gave up because an op among the ranks of that domain had failed, whose error says why");
     case HopPhase::kCounterExhausted:
       return Text(rank_text,
                   " has sent as many pieces as NCCL's proxy can count. A Group that is made anew uses JAX's "
-                  "collectives between hosts; a new process can use NCCL again");
+                  "collectives between domains; a new process can use NCCL again");
   }
   return "";
 }

@@ -1,36 +1,32 @@
 #include "runtime/gpu/host_meeting.h"
 
-#include <sys/mman.h>
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
-#include <new>
 #include <optional>
-#include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "core/text.h"
 
 namespace jax_ep {
 
-// State of one rank in shared memory. It holds no pointers, and zeros are its initial state.
+// State of one rank, as far as this process knows it.
 struct HostMeeting::Row {
   // Number of calls that a rank may be ahead of a peer that still checks an earlier one. A rank is ahead only
   // of calls that it has refused, or that its other threads are in.
   static constexpr uint32_t kEntries = 64;
 
   struct Entry {
-    std::atomic<uint64_t> signature;
-    std::atomic<uint32_t> begun;     // the number of the call that the signature belongs to
-    std::atomic<uint32_t> launched;  // the number of the last call of this entry that was launched
+    std::atomic<uint64_t> signature{0};
+    std::atomic<uint32_t> begun{0};     // the number of the call that the signature belongs to
+    std::atomic<uint32_t> launched{0};  // the number of the last call of this entry that was launched
   };
 
-  std::atomic<uint32_t> calls;   // numbers assigned so far
-  std::atomic<uint32_t> failed;  // the rank gave up this call and all later ones; 0: none
+  std::atomic<uint32_t> calls{0};   // numbers assigned so far
+  std::atomic<uint32_t> failed{0};  // the rank gave up this call and all later ones; 0: none
+  // The last number before a reset. What was sent of calls up to this number may arrive after it.
+  std::atomic<uint32_t> base{0};
   Entry entries[kEntries];
 
   Entry& At(uint32_t number) { return entries[number % kEntries]; }
@@ -48,8 +44,6 @@ struct HostMeeting::Row {
     return first != 0 && first <= number;
   }
 };
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
-              "processes share these atomics");
 
 // Wait of one rank for its peers in a call.
 class HostMeeting::PeerWait {
@@ -58,15 +52,13 @@ class HostMeeting::PeerWait {
 
   PeerWait(HostMeeting& meeting, const char* op, const Group& group, const Group::Position& position,
            uint32_t number, const Hooks& hooks)
-      : rows_(meeting.rows_ + position.group_index * group.num_ranks()),
-        spans_processes_(meeting.spans_processes_),
+      : meeting_(meeting),
+        rows_(&meeting.rows_[position.group_index * group.num_ranks()]),
         op_(op),
         group_(group),
         position_(position),
         number_(number),
         hooks_(hooks) {}
-
-  Row& own() { return rows_[position_.rank]; }
 
   // Waits until `has_arrived` returns true for every rank, or sets an error, which refuses the call.
   template <typename HasArrived>
@@ -95,7 +87,7 @@ class HostMeeting::PeerWait {
       // A rank that has launched the op does not give up because of a reported failure. All others have begun
       // the op and are about to launch it, and the op itself reports to each rank why it fails.
       if (!failure.empty() && error.empty() && (!has_launched || !failed.empty())) {
-        own().GiveUp(number_);
+        meeting_.GiveUp(group_, position_, number_);
         return failure;
       }
       const auto waited = Clock::now() - begin;
@@ -119,7 +111,7 @@ class HostMeeting::PeerWait {
                  "is only slow, for example to compile");
       }
       if (!error.empty()) {
-        own().GiveUp(number_);
+        meeting_.GiveUp(group_, position_, number_);
         return error + ". Make the Group anew to go on.";
       }
       std::this_thread::sleep_for(
@@ -130,12 +122,12 @@ class HostMeeting::PeerWait {
   std::string DescribeMismatch(int rank, uint64_t own, uint64_t other) const {
     return Text(Intro(), ", rank ", position_.rank, " has reached ", Describe(own), ", but rank ", rank,
                 " has reached ", Describe(other), " (first call no. ", number_, "). ", kSameOrder,
-                ", with the same shapes and dtypes", spans_processes_ ? kTakeTurns : "");
+                ", with the same shapes and dtypes", TakeTurns());
   }
 
   std::string DescribeAhead(int rank) const {
     return Text(Intro(), ", rank ", rank, " is more than ", Row::kEntries, " first calls ahead: ", Where(),
-                ". ", kSameOrder, spans_processes_ ? kTakeTurns : "");
+                ". ", kSameOrder, TakeTurns());
   }
 
   // Describe a call that this rank, or another one, began while its process was in another first call.
@@ -159,6 +151,8 @@ class HostMeeting::PeerWait {
       ". If several threads run programs of this group, let them take turns, in an order that is the same in "
       "all processes";
 
+  const char* TakeTurns() const { return meeting_.processes_.empty() ? "" : kTakeTurns; }
+
   std::string Intro() const { return Text(op_, ": of group ", group_.ListName(position_.group_index)); }
 
   std::string Where() const {
@@ -170,8 +164,8 @@ class HostMeeting::PeerWait {
     return text.empty() ? "another op, or an op of another program" : text;
   }
 
+  HostMeeting& meeting_;
   Row* const rows_;  // of this group
-  const bool spans_processes_;
   const char* const op_;
   const Group& group_;
   const Group::Position position_;
@@ -179,37 +173,58 @@ class HostMeeting::PeerWait {
   const Hooks& hooks_;
 };
 
-HostMeeting::HostMeeting(void* memory, int total_ranks, bool spans_processes)
-    : rows_(static_cast<Row*>(memory)),
+namespace {
+
+// FNV-1a.
+uint64_t Hash(const std::string& text) {
+  uint64_t hash = 14695981039346656037u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return hash;
+}
+
+}  // namespace
+
+HostMeeting::HostMeeting(const std::string& key, int total_ranks, std::vector<int> processes)
+    : group_(Hash(key)),
       total_ranks_(total_ranks),
-      spans_processes_(spans_processes),
+      processes_(std::move(processes)),
+      rows_(new Row[total_ranks]),
       current_(total_ranks) {
   for (std::atomic<uint64_t>& signature : current_) signature = kNoSignature;
-}
-
-HostMeeting::~HostMeeting() { munmap(rows_, Bytes(total_ranks_)); }
-
-int64_t HostMeeting::Bytes(int total_ranks) { return static_cast<int64_t>(sizeof(Row)) * total_ranks; }
-
-std::shared_ptr<HostMeeting> HostMeeting::Make(int total_ranks) {
-  void* memory =
-      mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return std::shared_ptr<HostMeeting>(new HostMeeting(memory, total_ranks, false));
-}
-
-std::shared_ptr<HostMeeting> HostMeeting::Map(int descriptor, int total_ranks) {
-  const char* what = "mapping the memory that the group's processes share on the host";
-  struct stat status{};
-  if (fstat(descriptor, &status) != 0) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
-  // Access beyond the end of a file raises a signal.
-  if (status.st_size < Bytes(total_ranks)) {
-    throw std::runtime_error(Text(what, ": it has ", status.st_size, " bytes, but ", total_ranks,
-                                  " ranks need ", Bytes(total_ranks)));
+  if (!processes_.empty()) {
+    ListenToEvents(group_, [this](const CallEvent& event) { Receive(event); });
   }
-  void* memory = mmap(nullptr, Bytes(total_ranks), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (memory == MAP_FAILED) throw std::runtime_error(Text(what, ": ", std::strerror(errno)));
-  return std::shared_ptr<HostMeeting>(new HostMeeting(memory, total_ranks, true));
+}
+
+HostMeeting::~HostMeeting() {
+  if (!processes_.empty()) IgnoreEvents(group_);
+}
+
+void HostMeeting::Receive(const CallEvent& event) {
+  if (event.rank >= static_cast<uint32_t>(total_ranks_)) return;
+  Row& row = rows_[event.rank];
+  if (event.number <= row.base.load(std::memory_order_acquire)) return;
+  Row::Entry& entry = row.At(event.number);
+  switch (event.kind) {
+    case CallEvent::Kind::kBegun:
+      row.calls.store(std::max(row.calls.load(std::memory_order_relaxed), event.number),
+                      std::memory_order_relaxed);
+      entry.signature.store(event.signature, std::memory_order_relaxed);
+      entry.begun.store(event.number, std::memory_order_release);
+      break;
+    case CallEvent::Kind::kLaunched:
+      entry.launched.store(event.number, std::memory_order_release);
+      break;
+    case CallEvent::Kind::kGivenUp:
+      row.GiveUp(event.number);
+      break;
+  }
+}
+
+void HostMeeting::Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature) const {
+  if (!processes_.empty()) {
+    SendEvent(processes_, {group_, signature, static_cast<uint32_t>(index), number, kind, 0});
+  }
 }
 
 std::shared_ptr<void> HostMeeting::Enter(int index, uint64_t signature, uint64_t& other) {
@@ -221,16 +236,18 @@ std::shared_ptr<void> HostMeeting::Enter(int index, uint64_t signature, uint64_t
 HostMeeting::Call HostMeeting::Begin(const char* op, const Group& group, const Group::Position& position,
                                      uint64_t signature, const Hooks& hooks) {
   const int first = position.group_index * group.num_ranks();
-  Row* const rows = rows_ + first;
+  Row* const rows = &rows_[first];
   Call call{};
   uint64_t other_thread = kNoSignature;
-  if (spans_processes_) call.in_progress = Enter(first + position.rank, signature, other_thread);
+  if (!processes_.empty()) call.in_progress = Enter(first + position.rank, signature, other_thread);
   const bool is_alone = other_thread == kNoSignature;
   // A call that this rank refuses takes a number, too, because the other ranks may begin the same call.
   const uint32_t number = rows[position.rank].calls.fetch_add(1, std::memory_order_relaxed) + 1;
   Row::Entry& entry = rows[position.rank].At(number);
-  entry.signature.store(is_alone ? signature : kNoSignature, std::memory_order_relaxed);
+  const uint64_t reported = is_alone ? signature : kNoSignature;
+  entry.signature.store(reported, std::memory_order_relaxed);
   entry.begun.store(number, std::memory_order_release);
+  Send(CallEvent::Kind::kBegun, first + position.rank, number, reported);
   PeerWait wait(*this, op, group, position, number, hooks);
   call.number = number;
   call.error = wait.Await("arrive", false, [&](int rank, std::string& error) {
@@ -257,8 +274,10 @@ HostMeeting::Call HostMeeting::Begin(const char* op, const Group& group, const G
 
 std::string HostMeeting::AwaitLaunches(const char* op, const Group& group, const Group::Position& position,
                                        uint32_t number, const Hooks& hooks) {
-  Row* const rows = rows_ + position.group_index * group.num_ranks();
+  const int first = position.group_index * group.num_ranks();
+  Row* const rows = &rows_[first];
   rows[position.rank].At(number).launched.store(number, std::memory_order_release);
+  Send(CallEvent::Kind::kLaunched, first + position.rank, number);
   return PeerWait(*this, op, group, position, number, hooks)
       .Await("launch it", true, [&](int rank, std::string&) {
         return rows[rank].At(number).launched.load(std::memory_order_acquire) >= number;
@@ -266,12 +285,17 @@ std::string HostMeeting::AwaitLaunches(const char* op, const Group& group, const
 }
 
 void HostMeeting::GiveUp(const Group& group, const Group::Position& position, uint32_t number) {
-  rows_[position.group_index * group.num_ranks() + position.rank].GiveUp(number);
+  GiveUp(position.group_index * group.num_ranks() + position.rank, number);
+}
+
+void HostMeeting::GiveUp(int index, uint32_t number) {
+  rows_[index].GiveUp(number);
+  Send(CallEvent::Kind::kGivenUp, index, number);
 }
 
 void HostMeeting::GiveUpNext(const Group& group, const Group::Position& position) {
   const int index = position.group_index * group.num_ranks() + position.rank;
-  rows_[index].GiveUp(LastCall(index, 1) + 1);
+  GiveUp(index, LastCall(index, 1) + 1);
 }
 
 bool HostMeeting::HasFailed(int first, int count) const {
@@ -289,15 +313,16 @@ uint32_t HostMeeting::LastCall(int first, int count) const {
   return most;
 }
 
-void HostMeeting::Reset(int first, int count, uint32_t calls) {
-  for (int i = first; i < first + count; ++i) {
+void HostMeeting::Reset(uint32_t calls) {
+  for (int i = 0; i < total_ranks_; ++i) {
     Row& row = rows_[i];
     for (Row::Entry& entry : row.entries) {
       entry.begun.store(0, std::memory_order_relaxed);
       entry.launched.store(0, std::memory_order_relaxed);
     }
-    row.calls.store(calls, std::memory_order_relaxed);
+    row.calls.store(calls + 1, std::memory_order_relaxed);
     row.failed.store(0, std::memory_order_release);
+    row.base.store(calls + 1, std::memory_order_release);
   }
 }
 

@@ -12,6 +12,9 @@
 // call it. Between processes no such order exists. So if processes share a meeting, a rank also refuses
 // a first call that begins while another thread is in one: it would be luck if the other processes began
 // these two in the same order.
+//
+// A process has a copy of the state of all ranks. Its own ranks write theirs, and send each change to the
+// other processes (runtime/processes.h).
 #pragma once
 
 #include <atomic>
@@ -22,19 +25,16 @@
 #include <vector>
 
 #include "runtime/groups.h"
+#include "runtime/processes.h"
 
 namespace jax_ep {
 
 class HostMeeting {
  public:
-  // Makes a meeting for a group whose ranks all live in this process. `total_ranks` counts the ranks of all
-  // groups of a mesh.
-  static std::shared_ptr<HostMeeting> Make(int total_ranks);
-  // Maps a file of Bytes(total_ranks) zeros, which every process of the group maps. The caller keeps the
-  // descriptor. Throws std::runtime_error.
-  static std::shared_ptr<HostMeeting> Map(int descriptor, int total_ranks);
-  static int64_t Bytes(int total_ranks);
-
+  // Makes a meeting for the groups of a mesh, which `key` identifies in all processes. `total_ranks` counts
+  // the ranks of all groups. `processes` are the others that have ranks of this process's groups. They must
+  // watch this process, and each must have made its meeting before a rank of this process begins a call.
+  HostMeeting(const std::string& key, int total_ranks, std::vector<int> processes);
   ~HostMeeting();
   HostMeeting(const HostMeeting&) = delete;
   HostMeeting& operator=(const HostMeeting&) = delete;
@@ -77,11 +77,13 @@ class HostMeeting {
   void GiveUpNext(const Group& group, const Group::Position& position);
 
   // `first` and `count` select ranks of the mesh.
+  // What this process knows of them.
   bool HasFailed(int first, int count) const;
   uint32_t LastCall(int first, int count) const;
-  // Makes `calls` + 1 the number of their next call. No rank of their groups may be in a call. Each process
-  // must reset all of its ranks of a group to the same number before any rank of it begins a call.
-  void Reset(int first, int count, uint32_t calls);
+  // Makes all ranks of the mesh usable again, whose last calls are at most `calls`. Their next call has the
+  // number `calls` + 2. (A rank may have given up call `calls` + 1.) No rank may be in a call. All processes
+  // must reset to the same number before any rank begins a call.
+  void Reset(uint32_t calls);
 
  private:
   struct Row;
@@ -90,15 +92,20 @@ class HostMeeting {
   // Stands for a call that its own rank refuses.
   static constexpr uint64_t kNoSignature = UINT64_MAX;
 
-  HostMeeting(void* memory, int total_ranks, bool spans_processes);
+  // Takes over what a rank of another process reports.
+  void Receive(const CallEvent& event);
+  // Reports a change of a rank of this process to the other processes.
+  void Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature = 0) const;
+  void GiveUp(int index, uint32_t number);
 
   // Marks the rank at an index as being in a call with this signature, unless it is in another one, whose
   // signature is returned in `other`.
   std::shared_ptr<void> Enter(int index, uint64_t signature, uint64_t& other);
 
-  Row* const rows_;  // [total_ranks]
+  const uint64_t group_;  // in events
   const int total_ranks_;
-  const bool spans_processes_;
+  const std::vector<int> processes_;
+  const std::unique_ptr<Row[]> rows_;  // [total_ranks]
   // Signatures of the calls that ranks of this process are in, kNoSignature if they are in none.
   std::vector<std::atomic<uint64_t>> current_;
 };

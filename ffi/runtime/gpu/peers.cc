@@ -4,27 +4,32 @@
 #include <cstdio>
 #include <cstdlib>
 #include <future>
+#include <set>
 #include <stdexcept>
 
 #include "core/text.h"
 #include "runtime/gpu/driver.h"
 #include "runtime/gpu/prepare.h"
+#include "runtime/processes.h"
 #include "runtime/switches.h"
-#include "runtime/watch.h"
 
 namespace jax_ep {
 
-std::string DevicePeers::Make(const std::vector<RankMemory>& ranks, int num_ranks, int meeting,
+std::string DevicePeers::Make(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
                               std::shared_ptr<DevicePeers>& peers) {
   if (num_ranks > kMaxRanks) {
-    return Text("a group on GPUs of one host has at most ", kMaxRanks, " ranks, got ", num_ranks);
+    return Text("a group on GPUs of one domain has at most ", kMaxRanks, " ranks, got ", num_ranks);
   }
   auto created = std::make_shared<DevicePeers>();
   created->ranks_ = ranks;
   created->num_ranks_ = num_ranks;
   created->regions_.resize(ranks.size());
-  const int total = static_cast<int>(ranks.size());
-  created->host_meeting_ = meeting < 0 ? HostMeeting::Make(total) : HostMeeting::Map(meeting, total);
+  std::set<int> processes;
+  for (const RankMemory& rank : ranks) {
+    if (rank.device < 0 && rank.control != 0) processes.insert(rank.process);
+  }
+  created->host_meeting_ = std::make_unique<HostMeeting>(
+      key, static_cast<int>(ranks.size()), std::vector<int>(processes.begin(), processes.end()));
   int64_t last_device = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (ranks[i].device < 0) continue;
@@ -92,8 +97,8 @@ std::string DevicePeers::Reset(uint32_t epoch, uint32_t calls) {
     if (ranks_[i].device < 0) continue;
     reports_[i].phase = 0;
     reports_[i].left_out = 0;
-    host_meeting_->Reset(static_cast<int>(i), 1, calls);
   }
+  host_meeting_->Reset(calls);
   return "";
 }
 
@@ -221,8 +226,7 @@ Registry& GetRegistry() {
 
 // Makes the group outside the lock, because that takes locks of the driver, and a handler that holds one may
 // wait here for the registry.
-std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
-                            int meeting) {
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks) {
   Registry& registry = GetRegistry();
   std::promise<MakeResult> promise;
   std::shared_future<MakeResult> future;
@@ -238,7 +242,7 @@ std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory
   if (future.valid()) return future.get().error;
   MakeResult result;
   try {
-    result.error = DevicePeers::Make(ranks, num_ranks, meeting, result.peers);
+    result.error = DevicePeers::Make(key, ranks, num_ranks, result.peers);
   } catch (const std::exception& error) {
     result.error = error.what();
   }

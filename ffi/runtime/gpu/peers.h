@@ -26,7 +26,7 @@ constexpr int kEndsAfterSeconds = 30;
 // Location of the memory of one rank.
 struct RankMemory {
   int64_t device;    // its ordinal; -1: the rank belongs to another process
-  uint64_t control;  // address of its control block in this process
+  uint64_t control;  // address of its control block in this process; 0: this process shares no group with it
   int64_t shift;     // add it to an address that the rank publishes to get the address in this process
   int process;
 };
@@ -36,9 +36,8 @@ struct RankMemory {
 class DevicePeers {
  public:
   // Checks that every device of this process reaches its peers' memory, and loads all kernels on it. `ranks`
-  // holds the ranks of one group after another. `meeting` is a descriptor of the memory in which the
-  // processes' ranks meet, -1 if there is one process. Returns an error, empty on success.
-  static std::string Make(const std::vector<RankMemory>& ranks, int num_ranks, int meeting,
+  // holds the ranks of one group after another. Returns an error, empty on success.
+  static std::string Make(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
                           std::shared_ptr<DevicePeers>& peers);
 
   // Returns the arguments that the kernels of a rank take.
@@ -65,8 +64,8 @@ class DevicePeers {
   uint32_t LastEpoch() const;
   uint32_t LastCall() const;
   // Makes the group usable after a failure: clears the control blocks and reports of this process. The next
-  // op of each channel has the epoch after `epoch`, the next call site the number after `calls`. No op of the
-  // group may be queued on any device of any process. Returns an error, empty on success.
+  // op of each channel has the epoch after `epoch`. `calls` is the last number of a call site in any process.
+  // No op of the group may be queued on any device of any process. Returns an error, empty on success.
   std::string Reset(uint32_t epoch, uint32_t calls);
 
   // Delays each op of a rank before it enters or inside. For tests, in processes with JAX_EP_STRESS_US.
@@ -85,7 +84,7 @@ class DevicePeers {
   int num_ranks_ = 0;
   std::vector<Region> regions_;  // of each rank of this process, if the group spans several processes
   Report* reports_ = nullptr;    // [ranks], in host memory mapped to the devices
-  std::shared_ptr<HostMeeting> host_meeting_;
+  std::unique_ptr<HostMeeting> host_meeting_;
   // Time when a stopped GPU was reported to the user. Used by the watching thread only.
   std::optional<std::chrono::steady_clock::time_point> reported_at_;
   mutable std::mutex mutex_;  // guards the members below
@@ -93,13 +92,11 @@ class DevicePeers {
   std::map<uint32_t, std::string> calls_;  // by hash
 };
 
-// Returns why a hop between hosts failed, without a full stop.
+// Returns why a hop between domains failed, without a full stop.
 std::string DescribeReason(const HopReason& reason, const std::string& in_time = "in time");
 
-// Makes or finds the device side of a group. Returns an error, empty on success. The caller keeps the
-// descriptor.
-std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks,
-                            int meeting);
+// Makes or finds the device side of a group. Returns an error, empty on success.
+std::string OpenDeviceGroup(const std::string& key, const std::vector<RankMemory>& ranks, int num_ranks);
 // Returns the device side of a group, null if none was made.
 std::shared_ptr<DevicePeers> FindDevicePeers(const std::string& key);
 

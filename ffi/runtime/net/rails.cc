@@ -15,18 +15,18 @@
 namespace jax_ep {
 namespace {
 
-// Largest number of unanswered posts of a track to a host: a piece and a credit for each slot, and the end
+// Largest number of unanswered posts of a track to a domain: a piece and a credit for each slot, and the end
 // signal.
 constexpr int kMaxPosted = 2 * kHopSlots + 1;
-// Number of posts to a host that a queue of NCCL's proxy holds by default, whatever depth is requested. Each
-// context has its own queue. A post leaves the queue a little after its answer, and by then as many may be
-// posted again.
+// Number of posts to a domain that a queue of NCCL's proxy holds by default, whatever depth is requested.
+// Each context has its own queue. A post leaves the queue a little after its answer, and by then as many may
+// be posted again.
 constexpr int kMinQueue = 32;
 static_assert(2 * kMaxPosted < kMinQueue, "a track's posts fit into the queue of its own context");
 // Requested depth: a post may take several entries in the network's own queues.
 constexpr int kQueueDepth = 4 * kMinQueue;
-// NCCL's proxy counts posts to a host in 32 bits and waits forever when the count wraps around. A piece takes
-// two posts: itself and a credit.
+// NCCL's proxy counts posts to a domain in 32 bits and waits forever when the count wraps around. A piece
+// takes two posts: itself and a credit.
 constexpr uint64_t kMaxProxyPieces = (uint64_t{1} << 31) - (1 << 20);
 
 std::string Failed(const char* what, cudaError_t error) {
@@ -97,25 +97,25 @@ std::string Rails::ForEachRail(const char* what, F&& f) {
   return first_error;
 }
 
-std::string Rails::Connect(const std::vector<RailDevice>& devices, int num_hosts) {
+std::string Rails::Connect(const std::vector<RailDevice>& devices, int num_domains) {
   std::string reason;
   nccl_ = FindNccl(reason);
   if (nccl_ == nullptr) return reason;
-  if (num_hosts > kMaxHosts) {
-    return Text("at most ", kMaxHosts, " hosts can be connected by NCCL, got ", num_hosts);
+  if (num_domains > kMaxDomains) {
+    return Text("at most ", kMaxDomains, " domains can be connected by NCCL, got ", num_domains);
   }
-  num_hosts_ = num_hosts;
+  num_domains_ = num_domains;
   std::map<int64_t, ncclUniqueId> ids;
   for (const RailDevice& entry : devices) {
     Rail rail{};
     rail.device = entry.device;
-    rail.hop.window = HopWindow::Of(num_hosts);
-    rail.hop.host = entry.host;
+    rail.hop.window = HopWindow::Of(num_domains);
+    rail.hop.domain = entry.domain;
     rails_.push_back(rail);
     if (!FromHexadecimal(entry.id, ids[entry.device])) return "the id of a rail is not an NCCL id";
   }
-  return ForEachRail("connecting hosts by NCCL", [&](Rail& rail) -> std::string {
-    ncclResult_t result = nccl_->CommInitRank(&rail.comm, num_hosts_, ids.at(rail.device), rail.hop.host);
+  return ForEachRail("connecting domains by NCCL", [&](Rail& rail) -> std::string {
+    ncclResult_t result = nccl_->CommInitRank(&rail.comm, num_domains_, ids.at(rail.device), rail.hop.domain);
     if (result != ncclSuccess) return nccl_->GetErrorString(result);
     ncclCommProperties_t properties = NCCL_COMM_PROPERTIES_INITIALIZER;
     result = nccl_->CommQueryProperties(rail.comm, &properties);
@@ -131,7 +131,7 @@ std::string Rails::Connect(const std::vector<RailDevice>& devices, int num_hosts
                   queue);
     }
     if (properties.ginType == NCCL_GIN_TYPE_NONE && properties.railedGinType == NCCL_GIN_TYPE_NONE) {
-      return "NCCL's kernels reach no other host here: GIN needs an RDMA network that NCCL supports, or a "
+      return "NCCL's kernels reach no other domain here: GIN needs an RDMA network that NCCL supports, or a "
              "plugin (NCCL_DEBUG=INFO says what it found)";
     }
     return "";
@@ -216,7 +216,7 @@ std::string Rails::CheckCapabilities(Rail& rail) {
   }
   // NCCL's own rails connect ranks with the same index within their load/store domains.
   if (rail.connections == NCCL_GIN_CONNECTION_RAIL && rail.gin.comm.lsaSize != 1) {
-    return "NCCL treats several hosts as one, and its network does not connect all ranks";
+    return "NCCL treats several domains as one, and its network does not connect all ranks";
   }
   return "";
 }
@@ -225,9 +225,9 @@ std::string Rails::CheckCapabilities(Rail& rail) {
 // before an op relies on it.
 std::string Rails::RunTrialHops(const Rail& rail) {
   constexpr int kHops = 2 * kHopSlots;
-  const int hosts = rail.hop.window.hosts;
+  const int domains = rail.hop.window.domains;
   // One piece for each track. The last piece is short.
-  const int64_t block = rail.hop.window.tracks * rail.hop.window.piece_bytes - 20, bytes = block * hosts;
+  const int64_t block = rail.hop.window.tracks * rail.hop.window.piece_bytes - 20, bytes = block * domains;
   std::byte* device = nullptr;
   cudaStream_t stream = nullptr;
   const auto release = [&] {
@@ -240,7 +240,7 @@ std::string Rails::RunTrialHops(const Rail& rail) {
   hop.in = device, hop.out = device + bytes, hop.block_bytes = block;
   auto* const place = reinterpret_cast<MeshPosition*>(device + AlignUp(2 * bytes, alignof(MeshPosition)));
   hop.position_operand = place;
-  const MeshPosition own_place{rail.hop.host, 0};
+  const MeshPosition own_place{rail.hop.domain, 0};
   std::vector<unsigned char> sent(bytes), received(bytes);
   const auto copy = [&](void* to, const void* from, size_t size, cudaMemcpyKind kind) {
     if (error == cudaSuccess) error = cudaMemcpyAsync(to, from, size, kind, stream);
@@ -252,7 +252,7 @@ std::string Rails::RunTrialHops(const Rail& rail) {
   bool is_correct = true;
   for (int n = 0; n < kHops && is_correct && error == cudaSuccess; ++n) {
     for (int64_t i = 0; i < bytes; ++i) {
-      sent[i] = expected_byte(n, hop.host, static_cast<int>(i / block), i % block);
+      sent[i] = expected_byte(n, hop.domain, static_cast<int>(i / block), i % block);
     }
     hop.call = static_cast<uint32_t>(n) + 1;
     copy(device, sent.data(), sent.size(), cudaMemcpyHostToDevice);
@@ -263,7 +263,7 @@ std::string Rails::RunTrialHops(const Rail& rail) {
     copy(received.data(), device + bytes, received.size(), cudaMemcpyDeviceToHost);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     for (int64_t i = 0; i < bytes && is_correct && error == cudaSuccess; ++i) {
-      is_correct = received[i] == expected_byte(n, static_cast<int>(i / block), hop.host, i % block);
+      is_correct = received[i] == expected_byte(n, static_cast<int>(i / block), hop.domain, i % block);
     }
   }
   release();
@@ -273,7 +273,7 @@ std::string Rails::RunTrialHops(const Rail& rail) {
 }
 
 void Rails::Drop() {
-  (void)ForEachRail("disconnecting hosts", [&](Rail& rail) -> std::string {
+  (void)ForEachRail("disconnecting domains", [&](Rail& rail) -> std::string {
     if (rail.gin.window != nullptr) return "";
     if (rail.comm != nullptr) (void)nccl_->CommDestroy(rail.comm);
     if (rail.hop.slots != nullptr) (void)nccl_->MemFree(rail.hop.slots);

@@ -1,5 +1,5 @@
-// Rails of a group. Each rail is an NCCL communicator of the ranks with the same index on all hosts. Hops
-// between hosts use it.
+// Rails of a group. Each rail is an NCCL communicator of the ranks with the same index on all domains. Hops
+// between domains use it.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace jax_ep {
 // Device of this process on its rail.
 struct RailDevice {
   int64_t device;
-  int host;        // number of the host on the rail
+  int domain;      // number of the domain on the rail
   std::string id;  // of the rail, made by MakeRailId in one process
 };
 
@@ -30,7 +30,7 @@ class Rails {
   // Steps of the set-up. All processes of the rails must take each step, and go on to the next one only if it
   // has succeeded on all. In all steps except Allocate the processes wait for each other. Each returns an
   // error, empty on success.
-  std::string Connect(const std::vector<RailDevice>& devices, int num_hosts);
+  std::string Connect(const std::vector<RailDevice>& devices, int num_domains);
   std::string Allocate();
   std::string Register();
   std::string Join();
@@ -68,7 +68,7 @@ class Rails {
   std::string RunTrialHops(const Rail& rail);
 
   const Nccl* nccl_ = nullptr;
-  int num_hosts_ = 0;
+  int num_domains_ = 0;
   std::vector<Rail> rails_;
 };
 

@@ -18,38 +18,38 @@ class Network {
   };
   Manner manner;
 
-  explicit Network(int hosts) : windows_(hosts), signals_(hosts), cut_(hosts * hosts) {}
+  explicit Network(int domains) : windows_(domains), signals_(domains), cut_(domains * domains) {}
 
-  // A host's part of the window, and what it has been signalled.
-  void Attach(int host, std::byte* window, int num_signals) {
-    windows_[host] = window;
-    signals_[host].assign(num_signals, 0);
+  // A domain's part of the window, and what it has been signalled.
+  void Attach(int domain, std::byte* window, int num_signals) {
+    windows_[domain] = window;
+    signals_[domain].assign(num_signals, 0);
   }
 
-  void Put(int from, int host, int64_t to, int64_t source, int64_t bytes, uint32_t signal) {
-    Post post = Begin(from, host);
+  void Put(int from, int domain, int64_t to, int64_t source, int64_t bytes, uint32_t signal) {
+    Post post = Begin(from, domain);
     for (int64_t at = 0; at < bytes; at += manner.grain_bytes) {
       const auto size = std::min<int64_t>(manner.grain_bytes, bytes - at);
-      post.grains.push_back({windows_[host] + to + at, windows_[from] + source + at, size});
+      post.grains.push_back({windows_[domain] + to + at, windows_[from] + source + at, size});
     }
     post.signal = signal, post.number = 1;
     posts_.push_back(std::move(post));
   }
 
-  void Signal(int from, int host, uint32_t signal, uint64_t number) {
-    Post post = Begin(from, host);
+  void Signal(int from, int domain, uint32_t signal, uint64_t number) {
+    Post post = Begin(from, domain);
     post.signal = signal, post.number = number;
     posts_.push_back(std::move(post));
   }
 
-  uint64_t ReadSignal(int host, uint32_t signal) const { return signals_[host][signal]; }
+  uint64_t ReadSignal(int domain, uint32_t signal) const { return signals_[domain][signal]; }
 
-  // From now on nothing comes from one host to another.
+  // From now on nothing comes from one domain to another.
   void Cut(int from, int to) { cut_[from * windows_.size() + to] = true; }
-  void CutOff(int host) {
+  void CutOff(int domain) {
     for (size_t other = 0; other < windows_.size(); ++other) {
-      Cut(host, static_cast<int>(other));
-      Cut(static_cast<int>(other), host);
+      Cut(domain, static_cast<int>(other));
+      Cut(static_cast<int>(other), domain);
     }
   }
 

@@ -131,7 +131,7 @@ class World {
 
   Member& member(int i) { return members_[i]; }
   emulation::Network& network(int rail) { return networks_[rail]; }
-  int num_hosts() const { return window_.hosts; }
+  int num_domains() const { return window_.hosts; }
   int num_ranks() const { return static_cast<int>(networks_.size()); }
   int num_members() const { return static_cast<int>(members_.size()); }
   const HopWindow& window() const { return window_; }
@@ -223,7 +223,7 @@ class World {
 
   void PrepareHop(Member& member, Run& run, const Peers& peers) {
     const int h = member.host;
-    const int64_t block = run.call.block_bytes, bytes = block * num_hosts();
+    const int64_t block = run.call.block_bytes, bytes = block * num_domains();
     run.in.resize((bytes + run.call.shift) / 16 + 1);
     run.out.assign(run.in.size(), uint4{0, 0, 0, 0});
     auto* const in = reinterpret_cast<std::byte*>(run.in.data()) + run.call.shift;
@@ -231,7 +231,7 @@ class World {
       in[i] = ByteOf(run.call.number, h, static_cast<int>(i / block), i % block);
       if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
-    const int host = run.call.misplaced ? (h + 1) % num_hosts() : h;
+    const int host = run.call.misplaced ? (h + 1) % num_domains() : h;
     run.place = {host * num_ranks() + member.rail, run.call.list};
     run.hop = {window_,
                h,
@@ -262,7 +262,7 @@ class World {
     longest_ns = std::max(longest_ns, Machine::Get().now - run.launch.began);
     const bool within = run.call.is_within;
     const int64_t block = run.call.block_bytes;
-    const int64_t bytes = within ? num_ranks() * sizeof(uint32_t) : block * num_hosts();
+    const int64_t bytes = within ? num_ranks() * sizeof(uint32_t) : block * num_domains();
     const std::byte* const rows = run.rows();
     const bool filled = std::all_of(rows, rows + bytes, [](std::byte b) { return b == std::byte{0xff}; });
     ++member.ended;
