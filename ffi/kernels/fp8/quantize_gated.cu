@@ -38,8 +38,8 @@ __device__ inline Activated Activate(float gate, float up) {
   }
 }
 
-constexpr int kFewRows = 1024;  // up to here the forward pass takes more threads, of one row each
-constexpr int kManyRows = 4;    // of a thread otherwise
+constexpr int kFewRows = 1024;  // up to here, half a warp of the forward pass has one row
+constexpr int kManyRows = 4;    // of half a warp otherwise
 
 // Converts the activations of a forward pass. Half a warp has kRows rows of a block of 128 columns. Such
 // blocks do not depend on other rows, so that few rows in many groups need few blocks of threads.
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kTileThreads)
     const BF16* const row = z + (first + i * kRowsAtOnce) * 2 * width + column;
     gate[i] = Piece<BF16>::Load(row, 0), up[i] = Piece<BF16>::Load(row, width);
   };
-  // A single row is loaded before the rows are counted, which takes as long. Several are loaded after that,
-  // because loads of unused rows cost memory bandwidth.
+  // A single row is loaded before the rows are counted, because both take about as long. Several are loaded
+  // after that, because loads of unused rows cost memory bandwidth.
   if (kRows == 1 && first < params.num_rows) load(0);
   const int64_t end = rows_per_group > 0 ? params.num_rows
                                          : CountRows(params.group_sizes, params.num_groups, params.num_rows);
@@ -101,7 +101,9 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   const int tile = static_cast<int>(blockIdx.x), block = static_cast<int>(blockIdx.y);
   const TileRows rows =
       FindRows(params.group_sizes, params.num_groups, params.rows_per_group, params.num_rows, tile);
-  if (rows.first < 0) return;  // a group's tile past all rows must be zero, because a product reads it
+  // The tile belongs to no group. (One past all rows of a group goes on: it becomes zero, because a product
+  // reads it.)
+  if (rows.first < 0) return;
   const int64_t width = params.width, first_column = int64_t{block} * kTile + part.first_column();
   const auto* const z = static_cast<const BF16*>(params.z);
   const auto* const d_hidden = static_cast<const BF16*>(params.d_hidden);
