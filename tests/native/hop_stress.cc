@@ -123,7 +123,7 @@ void RunScenario() {
   SetManner(random, world, fault, timeout);
   const int ops = 3 + random() % 6, any = random() % ops, f = random() % world.num_members();
   const int at = fault == kHeld ? ops - 1 : any;
-  const int f_host = f / ranks, other = (f_host + 1) % domains;
+  const int f_domain = f / ranks, other = (f_domain + 1) % domains;
   if (fault == kWorn) world.max_pieces = 1 + random() % 12;
   bool ends_within = false;
   int64_t sent = 0;  // pieces of the first track, which has most
@@ -161,7 +161,7 @@ void RunScenario() {
   int begun = 0;
   const auto freeze = [&](int m, Run& run) {
     if (m != f || begun++ != at) return;
-    if (fault == kCut) world.network(f % ranks).Cut(f_host, other);
+    if (fault == kCut) world.network(f % ranks).Cut(f_domain, other);
     run.launch.freezes_rank = true;
     if (fault == kHeld) {
       run.launch.freezes_at_look = 1 + random() % 20;
@@ -198,7 +198,7 @@ void RunScenario() {
     if (must_not && member.failed != 0) Die("rank %d fails without a fault", m);
     if (member.failed != 0 && member.within.phase == 0) Die("rank %d fails and does not say why", m);
     if (member.hop_failed && member.report.reason == 0) Die("rank %d does not say that hops fail", m);
-    if (member.report.reason != 0) CheckReason(world, member.report, member.domain, fault, f_host);
+    if (member.report.reason != 0) CheckReason(world, member.report, member.domain, fault, f_domain);
     // The last op within a domain is one that all of its ranks have failed of, if one has failed before.
     const Member& peer = world.member(m / ranks * ranks);
     if (ends_within && !member.gone && !peer.gone && (member.failed == 0) != (peer.failed == 0)) {

@@ -1,4 +1,4 @@
-"""The protocol between hosts, compiled for the host, over a network that reorders: see hop_stress.cc."""
+"""The protocol between domains, compiled for the host, over a network that reorders: see hop_stress.cc."""
 
 import pytest
 from stress_programs import build

@@ -1,5 +1,5 @@
-// Hosts with a few ranks each, which run hops between hosts over emulated networks and ops within their host,
-// and what each rank must find at the end of one.
+// Domains with a few ranks each, which run hops between domains over emulated networks and ops within their
+// domain, and what each rank must find at the end of one.
 #pragma once
 
 #include <deque>
@@ -14,23 +14,23 @@ namespace jax_ep::cuda {
 using Random = std::mt19937;
 using emulation::Machine;
 constexpr uint64_t kForEver = 1'000'000'000'000;
-constexpr int kMostRanks = 3;  // of a host
+constexpr int kMostRanks = 3;  // of a domain
 
 struct EmulatedNet {
   emulation::Network* network;
-  int host;
+  int domain;
 
   void Put(int to, int64_t there, int64_t here, int64_t bytes, uint32_t signal) const {
-    network->Put(host, to, there, here, bytes, signal);
+    network->Put(domain, to, there, here, bytes, signal);
   }
-  void Signal(int to, uint32_t signal, uint64_t number) const { network->Signal(host, to, signal, number); }
+  void Signal(int to, uint32_t signal, uint64_t number) const { network->Signal(domain, to, signal, number); }
   uint64_t ReadSignal(uint32_t signal) const {
     Machine::Get().Access(false);
-    return network->ReadSignal(host, signal);
+    return network->ReadSignal(domain, signal);
   }
 };
 
-// One op, as a rank calls it: a hop, or an op among the ranks of its host.
+// One op, as a rank calls it: a hop, or an op among the ranks of its domain.
 struct HopCall {
   int number = 0;
   bool is_within = false;
@@ -43,7 +43,7 @@ struct HopCall {
   int list = 0;  // of the ranks in the mesh of the program
 };
 
-// What host `from` sends to host `to`.
+// What domain `from` sends to domain `to`.
 inline std::byte ByteOf(int call, int from, int to, int64_t at) {
   uint32_t hash = static_cast<uint32_t>(call * 7919 + from * 131 + to * 17 + at * 2654435761u);
   hash ^= hash >> 13;
@@ -58,11 +58,11 @@ struct Run {
   emulation::Launch launch;
   EmulatedNet net{};
   bool is_inside = false;  // between its launch and its return
-  uint32_t said = 0;       // within a host: what it tells its peers
+  uint32_t said = 0;       // within a domain: what it tells its peers
   std::byte* rows() { return reinterpret_cast<std::byte*>(out.data()) + call.shift; }
 };
 
-// An op among the ranks of a host, by the protocol of such ops: each takes what its peers say.
+// An op among the ranks of a domain, by the protocol of such ops: each takes what its peers say.
 inline void ShareWithin(Run& run) {
   __shared__ Published mine, published[kMostRanks];
   const Peers& peers = run.hop.peers;
@@ -84,9 +84,9 @@ inline void ShareWithin(Run& run) {
   session.Close(fill);
 }
 
-// A rank of a host.
+// A rank of a domain.
 struct Member {
-  int host = 0, rail = 0;
+  int domain = 0, rail = 0;
   std::vector<uint4> slots;
   HopState state{};
   HopReport report{};
@@ -101,25 +101,25 @@ struct Member {
   bool hop_failed = false, gone = false;
 };
 
-// The ranks of one index on all hosts are on a network of their own.
+// The ranks of one index on all domains are on a network of their own.
 class World {
  public:
   uint64_t max_pieces = ~uint64_t{0};
   uint64_t longest_ns = 0;
 
-  World(Random& random, int hosts, int ranks, uint64_t timeout)
+  World(Random& random, int domains, int ranks, uint64_t timeout)
       : random_(random),
-        networks_(ranks, emulation::Network(hosts)),
-        members_(hosts * ranks),
-        window_{hosts, 1 + static_cast<int>(random() % 3), 0} {
+        networks_(ranks, emulation::Network(domains)),
+        members_(domains * ranks),
+        window_{domains, 1 + static_cast<int>(random() % 3), 0} {
     window_.piece_bytes = 16 << random() % 4;
     threads_ = random() % 2 == 0 ? 32 : 64;
     for (int i = 0; i < num_members(); ++i) {
       Member& member = members_[i];
-      member.host = i / ranks, member.rail = i % ranks;
+      member.domain = i / ranks, member.rail = i % ranks;
       member.slots.resize(window_.bytes() / 16);
       member.within.timeout_ns = timeout;
-      networks_[member.rail].Attach(member.host, reinterpret_cast<std::byte*>(member.slots.data()),
+      networks_[member.rail].Attach(member.domain, reinterpret_cast<std::byte*>(member.slots.data()),
                                     window_.num_signals());
       for (Channel& channel : member.control->channels) {
         channel.epoch = 1;
@@ -131,7 +131,7 @@ class World {
 
   Member& member(int i) { return members_[i]; }
   emulation::Network& network(int rail) { return networks_[rail]; }
-  int num_domains() const { return window_.hosts; }
+  int num_domains() const { return window_.domains; }
   int num_ranks() const { return static_cast<int>(networks_.size()); }
   int num_members() const { return static_cast<int>(members_.size()); }
   const HopWindow& window() const { return window_; }
@@ -171,9 +171,9 @@ class World {
         Member& member = members_[i];
         if (member.gone || machine.rank_frozen_until[i] < machine.now + kForEver / 2) continue;
         member.gone = true;
-        networks_[member.rail].CutOff(member.host);
+        networks_[member.rail].CutOff(member.domain);
         for (Member& peer : members_) {
-          if (peer.host == member.host) peer.within.gone.Add(RankBits::Of(member.rail));
+          if (peer.domain == member.domain) peer.within.gone.Add(RankBits::Of(member.rail));
         }
       }
       if (machine.now > last) Die("ops do not return");
@@ -181,9 +181,9 @@ class World {
   }
 
  private:
-  // What a rank says in an op within its host, if all that it has done before went well.
-  static uint32_t WordOf(int number, int host, int rail) {
-    return static_cast<uint32_t>(number * 7919 + host * 131 + rail) & 0x7fffffff;
+  // What a rank says in an op within its domain, if all that it has done before went well.
+  static uint32_t WordOf(int number, int domain, int rail) {
+    return static_cast<uint32_t>(number * 7919 + domain * 131 + rail) & 0x7fffffff;
   }
 
   void Begin(int i, std::deque<HopCall>& calls, const std::function<void(int, Run&)>& freeze) {
@@ -192,10 +192,10 @@ class World {
     Run& run = *member.running.back();
     run.call = calls.front();
     calls.pop_front();
-    const int h = member.host;
+    const int h = member.domain;
     Peers peers{};
     for (Member& peer : members_) {
-      if (peer.host == h) {
+      if (peer.domain == h) {
         peers.channel[peer.rail] = &peer.control->channels[run.call.number % kChannels];
       }
     }
@@ -222,7 +222,7 @@ class World {
   }
 
   void PrepareHop(Member& member, Run& run, const Peers& peers) {
-    const int h = member.host;
+    const int h = member.domain;
     const int64_t block = run.call.block_bytes, bytes = block * num_domains();
     run.in.resize((bytes + run.call.shift) / 16 + 1);
     run.out.assign(run.in.size(), uint4{0, 0, 0, 0});
@@ -231,8 +231,8 @@ class World {
       in[i] = ByteOf(run.call.number, h, static_cast<int>(i / block), i % block);
       if (member.failed != 0) in[i] = std::byte{0x80};  // what nobody may take for a row
     }
-    const int host = run.call.misplaced ? (h + 1) % num_domains() : h;
-    run.place = {host * num_ranks() + member.rail, run.call.list};
+    const int domain = run.call.misplaced ? (h + 1) % num_domains() : h;
+    run.place = {domain * num_ranks() + member.rail, run.call.list};
     run.hop = {window_,
                h,
                &run.place,
@@ -273,13 +273,13 @@ class World {
     }
     if (member.failed != 0) Die("rank %d's op %d goes well after one has failed", i, run.call.number);
     for (int r = 0; within && r < num_ranks(); ++r) {
-      if (reinterpret_cast<const uint32_t*>(rows)[r] != WordOf(run.call.number, member.host, r)) {
+      if (reinterpret_cast<const uint32_t*>(rows)[r] != WordOf(run.call.number, member.domain, r)) {
         Die("rank %d takes part in op %d with rank %d, which has failed", i, run.call.number, r);
       }
     }
     for (int64_t k = 0; !within && k < bytes; ++k) {
-      if (rows[k] != ByteOf(run.call.number, static_cast<int>(k / block), member.host, k % block)) {
-        Die("rank %d, hop %d: byte %d from host %d is not what it sent", i, run.call.number,
+      if (rows[k] != ByteOf(run.call.number, static_cast<int>(k / block), member.domain, k % block)) {
+        Die("rank %d, hop %d: byte %d from domain %d is not what it sent", i, run.call.number,
             static_cast<int>(k % block), static_cast<int>(k / block));
       }
     }
