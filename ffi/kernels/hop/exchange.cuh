@@ -51,9 +51,9 @@ constexpr int kHopLag = kHopSlots - 1;
 // Returns this rank's position among all domains, according to the program: its domain, and the list of the
 // ranks that it exchanges pieces with, which have the same index on the other domains.
 __device__ inline MeshPosition FindHopPosition(const HopParams& hop) {
-  const int per_host = max(1, hop.peers.num_ranks);
+  const int per_domain = max(1, hop.peers.num_ranks);
   const MeshPosition position = *hop.position_operand;
-  return {position.rank / per_host, position.list * per_host + position.rank % per_host};
+  return {position.rank / per_domain, position.list * per_domain + position.rank % per_domain};
 }
 
 // A piece of a track in the present hop.
