@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -54,7 +53,8 @@ struct Watcher {
 };
 
 // Appends the events that have arrived. Returns whether the connection still stands; if not, `error` is 0 if
-// the other process has ended.
+// the other process has ended. Only an end of file says so. Other errors come from the network between hosts,
+// also a reset, which may be that of a firewall while the process still runs.
 bool Receive(Watched& watched, std::vector<CallEvent>& events, int& error) {
   char bytes[4096];
   while (true) {
@@ -62,7 +62,7 @@ bool Receive(Watched& watched, std::vector<CallEvent>& events, int& error) {
     if (size < 0 && errno == EINTR) continue;
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return true;
     if (size <= 0) {
-      error = size == 0 || errno == ECONNRESET ? 0 : errno;
+      error = size == 0 ? 0 : errno;
       return false;
     }
     watched.received.append(bytes, size);
@@ -106,7 +106,7 @@ class Connections {
       if (std::count(processes.begin(), processes.end(), it->process) != 0) {
         it->unsent.append(reinterpret_cast<const char*>(&event), sizeof(event));
         if (!Flush(*it)) {
-          it = watchers_.erase(it);  // the process has ended, which another connection reports
+          it = watchers_.erase(it);  // the process finds out by the same connection
           continue;
         }
         if (!it->unsent.empty()) Wake();
@@ -129,6 +129,12 @@ class Connections {
     std::lock_guard<std::mutex> lock(mutex_);
     ticks_.push_back(std::move(tick));
     Start();
+  }
+
+  std::string WhyProcessIsLost(int process) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = lost_.find(process);
+    return it == lost_.end() ? "" : it->second;
   }
 
   bool HasProcessEnded(int process) {
@@ -199,8 +205,7 @@ class Connections {
       if (error == 0) {
         ended_.emplace(it->process, Clock::now());
       } else {
-        std::fprintf(stderr, "jax_ep: lost the connection to process %d: %s\n", it->process,
-                     std::strerror(error));
+        lost_.emplace(it->process, std::strerror(error));
       }
       close(it->descriptor);
       it = watched_.erase(it);
@@ -216,6 +221,7 @@ class Connections {
   std::vector<Watched> watched_;
   std::vector<Watcher> watchers_;
   std::map<int, Clock::time_point> ended_;  // when the end of a process was seen
+  std::map<int, std::string> lost_;         // why the connection to a process was lost
   std::vector<std::function<void()>> ticks_;
   bool started_ = false;
   std::mutex listeners_mutex_;  // held while a listener runs, so that none runs after Ignore
@@ -245,6 +251,8 @@ void ListenToEvents(uint64_t group, std::function<void(const CallEvent&)> listen
 void IgnoreEvents(uint64_t group) { GetConnections().Ignore(group); }
 
 bool HasProcessEnded(int process) { return GetConnections().HasProcessEnded(process); }
+
+std::string WhyProcessIsLost(int process) { return GetConnections().WhyProcessIsLost(process); }
 
 void OnTick(std::function<void()> tick) { GetConnections().AddTick(std::move(tick)); }
 

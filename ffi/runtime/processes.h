@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 namespace jax_ep {
@@ -17,7 +18,7 @@ struct CallEvent {
   uint32_t rank;       // its index in the mesh
   uint32_t number;     // of the call
   Kind kind;
-  uint32_t reserved;
+  uint32_t generation;  // of the group's calls, which a reset changes
 };
 
 // Takes over a connected stream socket on which only another process sends. Its end of file means that the
@@ -37,9 +38,12 @@ void ListenToEvents(uint64_t group, std::function<void(const CallEvent&)> listen
 void IgnoreEvents(uint64_t group);
 
 // Returns whether a process ended long enough ago that the driver has stopped its kernels, so that it neither
-// reads nor writes memory any more. Returns false for processes that are not watched, and for a process of
-// another host that does not answer, because it may still run.
+// reads nor writes memory any more. Returns false for processes that are not watched, and for those whose
+// connection was lost, because they may still run.
 bool HasProcessEnded(int process);
+
+// Returns why the connection to a watched process was lost, empty if it stands or the process has ended.
+std::string WhyProcessIsLost(int process);
 
 // Calls the function about five times a second until this process ends. It must neither throw nor block.
 void OnTick(std::function<void()> tick);

@@ -56,11 +56,14 @@ _WATCH, _ONCE = b"w", b"1"
 _NUMBER_BYTES = 4
 _ANSWER = b"jax_ep"
 # A process sends its request as soon as it is connected.
-_REQUEST_TIMEOUT_S = 10.0
+_REQUEST_TIMEOUT_S = 5.0
 # Another host may drop what is sent to an address of a network that the hosts do not share.
 _CONNECT_TIMEOUT_S = 5.0
-# After this long without an answer the system's own messages end a connection between hosts.
-_SILENCE_S, _BETWEEN_S, _MESSAGES = 15, 5, 6
+# Enough for the networks of a host; a message to other processes has little room.
+_MOST_ADDRESSES = 32
+# The system's messages on a silent connection, so that no firewall forgets it: after 15 s, then every 5 s.
+# The connection is lost after ten minutes without an answer.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 120}
 _SIOCGIFADDR = 0x8915
 
 # This process's ends of the connections that other processes watch. They are bare descriptors, because Python
@@ -95,13 +98,21 @@ def _bind_file(server: socket.socket, folder: str) -> None:
         server.bind(path)
 
 
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Returns so many bytes, or fewer if the other end closes."""
+    received = b""
+    while len(received) < size and (part := connection.recv(size - len(received))):
+        received += part
+    return received
+
+
 def _answer(
     connection: socket.socket, token: bytes, descriptors: Sequence[int], module: Extension | None
 ) -> None:
     connection.settimeout(_REQUEST_TIMEOUT_S)
-    request = connection.recv(len(token) + 1 + _NUMBER_BYTES, socket.MSG_WAITALL)
-    kind, number = request[len(token) : len(token) + 1], request[len(token) + 1 :]
-    if not hmac.compare_digest(request[: len(token)], token) or len(number) != _NUMBER_BYTES:
+    request = _receive(connection, len(token) + len(_WATCH) + _NUMBER_BYTES)
+    kind, number = request[len(token) : -_NUMBER_BYTES], request[-_NUMBER_BYTES:]
+    if kind not in (_WATCH, _ONCE) or not hmac.compare_digest(request[: len(token)], token):
         return  # a stranger
     if kind == _WATCH and module is not None:
         # Before the answer, because after it the other process relies on what this one sends.
@@ -110,38 +121,41 @@ def _answer(
     if connection.family == socket.AF_UNIX:
         socket.send_fds(connection, [_ANSWER], descriptors)
     else:
+        _keep_alive(connection)
         connection.sendall(_ANSWER)
 
 
 def _serve(server: socket.socket, token: bytes, descriptors: Sequence[int], module: Extension | None) -> None:
-    with server:  # its end refuses the connections that have not been answered
+    """Answers until the socket is shut down. A stranger that says nothing holds up nobody but itself."""
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:  # the other process reports an error
+            _answer(connection, token, descriptors, module)
+
+    threads = []
+    # In the end `accept` fails, as if out of descriptors. In that case the other process reports an error.
+    # The end of the socket refuses the connections that have not been answered.
+    with contextlib.suppress(OSError), server:
         while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return  # shut down, or out of descriptors; in that case the other process reports an error
-            # If it fails, the other process reports an error.
-            with contextlib.suppress(OSError), connection:
-                _keep_alive(connection)
-                _answer(connection, token, descriptors, module)
+            connection, _ = server.accept()
+            threads.append(threading.Thread(target=answer, args=(connection,), daemon=True))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()  # because the descriptors are about to be closed
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Lets the system find out that the other host is gone, and sends at once what is to be sent."""
-    if connection.family == socket.AF_UNIX:
-        return
+    """Keeps a connection between hosts open, and lets it send at once what is to be sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _SILENCE_S),
-        (socket.TCP_KEEPINTVL, _BETWEEN_S),
-        (socket.TCP_KEEPCNT, _MESSAGES),
-        (socket.TCP_NODELAY, 1),
-    ):
+    for option, value in (_KEEP_ALIVE | {socket.TCP_NODELAY: 1}).items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _network_addresses() -> list[str]:
-    """Returns the addresses of this host, first the one by which it reaches most others."""
+    """Returns the addresses of this host, first the one by which it reaches most others.
+
+    Only a host without a network has none but that of itself.
+    """
     found: list[str] = []
     for family, anywhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -157,7 +171,8 @@ def _network_addresses() -> list[str]:
             address, _, _, scope, *_ = line.split()
             if scope == "00":  # global
                 found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
-    return list(dict.fromkeys(found))
+    outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return outside[:_MOST_ADDRESSES] or ["127.0.0.1"]
 
 
 def _bind_network(server: socket.socket) -> None:
@@ -314,13 +329,14 @@ def received(
 
 def watch_over_network(address: Address, process: int, module: Extension, limit_s: float) -> None:
     """Starts to watch a process of another host, at the first of its addresses that it answers from."""
-    limit_s, errors = min(limit_s, _CONNECT_TIMEOUT_S), []
+    errors = []
     for host in address["network"]:
         try:
-            with socket.create_connection((host, address["port"]), limit_s) as connection:
+            with socket.create_connection((host, address["port"]), _CONNECT_TIMEOUT_S) as connection:
+                connection.settimeout(limit_s)
                 _keep_alive(connection)
                 _request(connection, address, _WATCH)
-                if connection.recv(len(_ANSWER), socket.MSG_WAITALL) != _ANSWER:
+                if _receive(connection, len(_ANSWER)) != _ANSWER:
                     raise OSError("answers as no process of this group does")
                 _watch(connection, process, module)
                 return

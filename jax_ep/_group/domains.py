@@ -63,7 +63,8 @@ def _domains_of(devices: np.ndarray, limit_s: float) -> np.ndarray:
     module = _extension.extension()
     if module is None or _extension.reason_against_ffi("gpu"):
         return np.zeros_like(processes)  # because without kernels rows cannot be exchanged within a domain
-    names = _domain_of_each_process(module, list(devices.flat), limit_s)
+    with handshake.exclusive_setup(limit_s):
+        names = _domain_of_each_process(module, list(devices.flat), limit_s)
     numbers = {name: number for number, name in enumerate(sorted(set(names.values())))}
     return np.vectorize(lambda process: numbers[names[process]], otypes=[int])(processes)
 
@@ -86,11 +87,14 @@ def _domain_of_each_process(
     messages = handshake.exchange(
         devices, {"fabric": _fabric_handle(module, device)}, limit_s, "exporting memory to other hosts"
     )
-    reached = [
-        process
-        for process, message in messages.items()
-        if hosts[process] == own or _can_import(module, message["fabric"], device)
-    ]
+    handles = {process: message["fabric"] for process, message in messages.items() if hosts[process] != own}
+    errors = {process: _why_not_imported(module, handle, device) for process, handle in handles.items()}
+    if messages[jax.process_index()]["fabric"] and all(errors.values()):
+        _extension.warn_once(
+            "jax_ep: this process can share its GPU's memory with other hosts, as in an NVLink domain, but "
+            f"not import that of any of them, so they are separate domains: {min(errors.values())}"
+        )
+    reached = [process for process in hosts if not errors.get(process)]
     messages = handshake.exchange(
         devices, {"reached": sorted(reached)}, limit_s, "reporting which hosts NVLink joins"
     )
@@ -112,14 +116,15 @@ def _fabric_handle(module: Extension, device: Device) -> str:
         return ""
 
 
-def _can_import(module: Extension, handle: str, device: Device) -> bool:
+def _why_not_imported(module: Extension, handle: str, device: Device) -> str:
+    """Returns why a GPU cannot import a handle, empty if it can."""
     if not handle:
-        return False
+        return "no process of another host has an IMEX channel"
     try:
         module.try_fabric_handle(bytes.fromhex(handle), device.local_hardware_id)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def describe_sharing(device: Device) -> str:

@@ -3,6 +3,7 @@
 Its parts, from top to bottom: the control blocks of this process's devices, and the set-up of a group.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -148,8 +149,6 @@ class _Setup:
                     handle = bytes.fromhex(fabric)
                     mapped = self.module.import_fabric_region(handle, size, ordinals)
                     _mapped[process, device_id, base] = mapped
-                if not connections.is_watched(process):
-                    connections.watch_over_network(socket, process, self.module, self.limit_s)
             elif missing or not connections.is_watched(process):
                 with connections.received(
                     socket, len(memory), process, self.module, self.limit_s
@@ -159,6 +158,19 @@ class _Setup:
                             device_id, _, base, size, _ = entry
                             mapped = self.module.import_region(descriptor, size, ordinals)
                             _mapped[process, device_id, base] = mapped
+        self.watch_other_hosts()
+
+    def watch_other_hosts(self) -> None:
+        """Begins to watch the processes of other hosts, all at once, because a host may be slow to reach."""
+        unwatched = [process for process in sorted(self.far) if not connections.is_watched(process)]
+
+        def watch(process: int) -> None:
+            socket = self.messages[process]["socket"]
+            connections.watch_over_network(socket, process, self.module, self.limit_s)
+
+        if unwatched:
+            with concurrent.futures.ThreadPoolExecutor(len(unwatched)) as pool:
+                list(pool.map(watch, unwatched))
 
     def ranks(self) -> list[Rank]:
         """Returns each device's rank entry. Devices that are not neighbors have no addresses."""

@@ -7,6 +7,7 @@ import select
 import socket
 import tempfile
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,8 +191,8 @@ def test_another_host_watches_over_the_network(watched, pipe):
 def test_rejects_hosts_that_cannot_be_reached(kind, watched, pipe):
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(connections.serving(pipe, 1, MODULE, to_other_hosts=True))
+        address["network"] = ["127.0.0.1"]
         if kind == "no answer":
-            address["network"] = ["127.0.0.1"]
             address["port"] = 1
         elif kind == "a stranger":
             address["token"] = "00" * 16
@@ -220,3 +221,23 @@ def answering(server, answer):
     thread.start()
     yield
     thread.join()
+
+
+@pytest.mark.parametrize("to_other_hosts", [False, True])
+def test_a_stranger_that_says_nothing_holds_up_nobody(to_other_hosts, watched, pipe):
+    """Such as a scan of ports."""
+    with connections.serving(pipe, 3, MODULE, to_other_hosts=to_other_hosts) as address:
+        silent = (
+            socket.create_connection((address["network"][0], address["port"]))
+            if to_other_hosts
+            else socket.socket(socket.AF_UNIX)
+        )
+        with silent:
+            if not to_other_hosts:
+                silent.connect(f"\0{address['name']}")
+            begin = time.monotonic()
+            if to_other_hosts:
+                watch(address, watched)
+            else:
+                assert receive(address, watched) == b"memory"
+            assert time.monotonic() - begin < 3

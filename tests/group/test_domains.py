@@ -1,5 +1,6 @@
 """Which ranks share a domain, and which processes a group needs, with devices that are made up."""
 
+import contextlib
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ from jax_ep._group import domains, handshake
 
 
 def device(number, process, platform="gpu"):
-    return SimpleNamespace(id=number, process_index=process, platform=platform)
+    return SimpleNamespace(id=number, local_hardware_id=0, process_index=process, platform=platform)
 
 
 def grid(processes, platform="gpu"):
@@ -38,6 +39,15 @@ class World:
             or (other in self.clusters and self.clusters[other] == self.clusters.get(process))
         ]
 
+    def export(self, address, device):
+        if not self.handle(0):
+            raise RuntimeError("no channel")
+        return bytes.fromhex(self.handle(0))
+
+    def attempt(self, handle, device):
+        if handle.hex() != self.handle(0):
+            raise RuntimeError("the driver says no")
+
     def exchange(self, devices, message, limit_s, step):
         (kind,) = message
         if kind == "host":
@@ -53,15 +63,12 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     world = World()
-    module = SimpleNamespace(export_fabric_region=None, try_fabric_handle=None)
+    module = SimpleNamespace(export_fabric_region=world.export, try_fabric_handle=world.attempt)
     monkeypatch.setattr(handshake, "exchange", world.exchange)
     monkeypatch.setattr(handshake, "host_id", lambda: world.hosts[0])
     monkeypatch.setattr(_extension, "reason_against_ffi", lambda platform: "")
     monkeypatch.setattr(_extension, "extension", lambda: module)
-    monkeypatch.setattr(domains, "_fabric_handle", lambda module, device: world.handle(device.process_index))
-    monkeypatch.setattr(
-        domains, "_can_import", lambda module, handle, device: handle == world.handle(0) != ""
-    )
+    monkeypatch.setattr(_extension, "sample_addresses", lambda devices: [0x1000 for _ in devices])
     return world
 
 
@@ -95,18 +102,21 @@ def test_gpus_of_several_processes_say_which_host_they_are_on(names, per_domain,
 
 
 @pytest.mark.parametrize(
-    ("clusters", "per_domain"),
+    ("clusters", "per_domain", "warning"),
     [
-        ([1, 1, 1, 1], 4),  # NVLink joins both hosts
-        ([1, 1, 2, 2], 2),  # each host has a domain of its own
-        ([1, 1, None, None], 2),  # a host without channels
-        ([1, None, 1, 1], 2),  # one process lacks its channel: no set of processes that all reach each other
+        ([1, 1, 1, 1], 4, None),  # NVLink joins both hosts
+        ([1, 1, 2, 2], 2, "separate domains: the driver says no"),
+        ([1, 1, None, None], 2, "separate domains: no process of another host has an IMEX channel"),
+        ([None, None, 1, 1], 2, None),  # of this host: most have none
+        ([1, None, 1, 1], 2, None),  # one process lacks its channel: no set that all reach each other
     ],
 )
-def test_hosts_that_nvlink_joins_are_one_domain(clusters, per_domain, world):
+def test_hosts_that_nvlink_joins_are_one_domain(clusters, per_domain, warning, world):
     world.hosts = dict(enumerate("aabb"))
     world.clusters = {p: cluster for p, cluster in enumerate(clusters) if cluster}
-    assert domains.find_ranks_per_domain(grid([[0, 1, 2, 3]]), 1) == (per_domain, "")
+    _extension.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=warning) if warning else contextlib.nullcontext():
+        assert domains.find_ranks_per_domain(grid([[0, 1, 2, 3]]), 1) == (per_domain, "")
 
 
 def test_several_domains_of_several_hosts(world):

@@ -46,7 +46,7 @@ class TimedGroup : public Group {
 
 inline HostMeeting::Hooks Known() {
   return {[](uint64_t signature) { return signature < 100 ? Text("op ", signature) : std::string(); },
-          nullptr, nullptr};
+          nullptr, nullptr, nullptr};
 }
 
 template <typename Work>

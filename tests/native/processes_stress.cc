@@ -1,6 +1,7 @@
 // Connections between processes, for the sanitizers: what comes in pieces, late or for others, who does not
 // read, and who is killed.
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -55,23 +56,60 @@ void TestEventsThatComeLate() {
   meeting.GiveUp(group, {0, 0}, 1);
   Check(read(says[1], &heard, sizeof(heard)) == sizeof(heard), "nothing was sent");
   Check(heard.kind == Kind::kGivenUp && heard.rank == 0 && heard.number == 1, "something else was sent");
+  uint32_t generation = heard.generation;
   const auto event = [&](uint32_t rank, uint32_t number, Kind kind) {
-    return CallEvent{heard.group, 7, rank, number, kind, 0};
+    return CallEvent{heard.group, 7, rank, number, kind, generation};
   };
   SendInPieces(hears[1], {event(1, 3, Kind::kBegun), event(1, 3, Kind::kGivenUp)});
   Check(HoldsSoon([&] { return meeting.HasFailed(1, 1); }) && meeting.LastCall(1, 1) == 3,
         "it was not heard");
   meeting.Reset(10);
+  SendInPieces(hears[1], {event(1, 11, Kind::kGivenUp), event(1, 12, Kind::kGivenUp)});
+  meeting.GiveUp(group, {0, 0}, 99);
+  Check(read(says[1], &heard, sizeof(heard)) == sizeof(heard), "nothing was sent");
+  Check(heard.generation != generation, "others do not see the reset");
+  generation = heard.generation;
+  meeting.Reset(11);  // the group has failed again before its next call
   CallEvent foreign = event(2, 99, Kind::kGivenUp);
+  SendInPieces(hears[1], {foreign, event(1, 13, Kind::kGivenUp)});
+  ++generation;
+  foreign = event(2, 99, Kind::kGivenUp);
   ++foreign.group;
-  SendInPieces(hears[1], {foreign, event(1, 11, Kind::kGivenUp), event(kTotal, 99, Kind::kGivenUp),
-                          event(1, 12, Kind::kBegun), event(1, 12, Kind::kLaunched)});
+  SendInPieces(hears[1], {foreign, event(kTotal, 99, Kind::kGivenUp), event(1, 13, Kind::kBegun),
+                          event(1, 13, Kind::kLaunched)});
   OnRanks({0, 2, 3}, [&](int rank) {
     const auto call = meeting.Begin(kOp, group, {0, rank}, 7, Known());
-    Check(call.error.empty() && call.number == 12, call.error);
-    Check(meeting.AwaitLaunches(kOp, group, {0, rank}, 12, Known()).empty(), "a launch was missed");
+    Check(call.error.empty() && call.number == 13, call.error);
+    Check(meeting.AwaitLaunches(kOp, group, {0, rank}, 13, Known()).empty(), "a launch was missed");
   });
   Check(!meeting.HasFailed(0, kTotal), "something that came late, or was for others, was heeded");
+}
+
+// The network breaks a connection, which says nothing of the process at the other end.
+void TestAConnectionThatIsLost() {
+  const int server = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  socklen_t size = sizeof(address);
+  Check(bind(server, any, size) == 0 && listen(server, 1) == 0 && getsockname(server, any, &size) == 0,
+        "no port");
+  const int watched = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  Check(connect(watched, any, size) == 0, "no connection");
+  const int other = accept(server, nullptr, nullptr);
+  WatchProcess(8, watched);
+  const linger at_once{1, 0};
+  setsockopt(other, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  close(other);  // sends a reset
+  close(server);
+  Check(HoldsSoon([] { return !WhyProcessIsLost(8).empty(); }), "it was not noticed");
+  const auto meeting = MakeAlone();
+  HostMeeting::Hooks hooks = Known();
+  hooks.why_lost = [](int rank) { return rank == 1 ? WhyProcessIsLost(8) : ""; };
+  const std::string error = meeting->Begin(kOp, TimedGroup(60), {0, 0}, 1, hooks).error;
+  Check(Has(error, "rank(s) 1 can say no more") && Has(error, "Connection reset by peer"), error);
+  Check(!HasProcessEnded(8), "a process that may live counts as ended");
 }
 
 // Another process that does not read for a while receives everything nevertheless; one that has ended harms
@@ -134,6 +172,7 @@ void TestAProcessThatIsKilled(std::pair<pid_t, int> lives, std::pair<pid_t, int>
 int Main() {
   const auto lives = StartIdle(), dies = StartIdle();  // while this process has one thread
   TestEventsThatComeLate();
+  TestAConnectionThatIsLost();
   TestAWatcherThatIsSlow();
   TestAProcessThatIsKilled(lives, dies);
   std::puts(

@@ -25,8 +25,6 @@ struct HostMeeting::Row {
 
   std::atomic<uint32_t> calls{0};   // numbers assigned so far
   std::atomic<uint32_t> failed{0};  // the rank gave up this call and all later ones; 0: none
-  // The last number before a reset. What was sent of calls up to this number may arrive after it.
-  std::atomic<uint32_t> base{0};
   Entry entries[kEntries];
 
   Entry& At(uint32_t number) { return entries[number % kEntries]; }
@@ -70,7 +68,7 @@ class HostMeeting::PeerWait {
       // Read before the ranks are checked: an op fails only after all ranks have begun it, which the check
       // then finds. So no rank gives up the very op that it begins after others have launched it.
       const std::string failure = hooks_.failure ? hooks_.failure() : "";
-      std::string error, missing, ended, failed;
+      std::string error, missing, ended, lost, why_lost, failed;
       for (int rank = 0; rank < group_.num_ranks(); ++rank) {
         const bool has_rank_arrived = has_arrived(rank, error);
         // A rank that gave up does not count, even if it had arrived before.
@@ -79,6 +77,10 @@ class HostMeeting::PeerWait {
         } else if (!has_rank_arrived) {
           missing += Text(' ', rank);
           if (hooks_.has_ended && hooks_.has_ended(rank)) ended += Text(' ', rank);
+          if (const std::string why = hooks_.why_lost ? hooks_.why_lost(rank) : ""; !why.empty()) {
+            lost += Text(' ', rank);
+            why_lost = why;
+          }
         }
       }
       // All ranks find the same difference, so all refuse the call and stay in step.
@@ -99,6 +101,11 @@ class HostMeeting::PeerWait {
       if (error.empty() && !ended.empty()) {
         error = Text(Intro(), ", rank(s)", ended, " did not ", what,
                      " because their process has ended: ", Where());
+      } else if (error.empty() && !lost.empty()) {
+        meeting_.GiveUp(group_, position_, number_);
+        return Text(Intro(), ", rank(s)", lost,
+                    " can say no more, because the connection to their process was lost (", why_lost,
+                    "): ", Where(), ". Start all processes of this group again.");
       } else if (error.empty() && !failed.empty() && !may_learn_cause) {
         const std::string who = missing.empty() ? "" : Text(", rank(s)", missing, " did not ", what, ", and");
         error =
@@ -203,7 +210,8 @@ HostMeeting::~HostMeeting() {
 void HostMeeting::Receive(const CallEvent& event) {
   if (event.rank >= static_cast<uint32_t>(total_ranks_)) return;
   Row& row = rows_[event.rank];
-  if (event.number <= row.base.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (event.generation != generation_) return;
   Row::Entry& entry = row.At(event.number);
   switch (event.kind) {
     case CallEvent::Kind::kBegun:
@@ -221,10 +229,14 @@ void HostMeeting::Receive(const CallEvent& event) {
   }
 }
 
-void HostMeeting::Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature) const {
-  if (!processes_.empty()) {
-    SendEvent(processes_, {group_, signature, static_cast<uint32_t>(index), number, kind, 0});
+void HostMeeting::Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature) {
+  if (processes_.empty()) return;
+  CallEvent event{group_, signature, static_cast<uint32_t>(index), number, kind, 0};
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    event.generation = generation_;
   }
+  SendEvent(processes_, event);
 }
 
 std::shared_ptr<void> HostMeeting::Enter(int index, uint64_t signature, uint64_t& other) {
@@ -314,15 +326,16 @@ uint32_t HostMeeting::LastCall(int first, int count) const {
 }
 
 void HostMeeting::Reset(uint32_t calls) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  generation_ = calls + 1;
   for (int i = 0; i < total_ranks_; ++i) {
     Row& row = rows_[i];
     for (Row::Entry& entry : row.entries) {
       entry.begun.store(0, std::memory_order_relaxed);
       entry.launched.store(0, std::memory_order_relaxed);
     }
-    row.calls.store(calls + 1, std::memory_order_relaxed);
+    row.calls.store(generation_, std::memory_order_relaxed);
     row.failed.store(0, std::memory_order_release);
-    row.base.store(calls + 1, std::memory_order_release);
   }
 }
 

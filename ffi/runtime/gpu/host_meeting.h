@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,9 @@ class HostMeeting {
     std::function<std::string(uint64_t signature)> describe;
     // Returns whether the process of a rank of this group has ended. May be null.
     std::function<bool(int rank)> has_ended;
+    // Returns why the connection to the process of a rank of this group was lost, empty if it was not. May be
+    // null.
+    std::function<std::string(int rank)> why_lost;
     // Returns why an earlier op failed, empty if this process has seen no failure. May be null.
     std::function<std::string()> failure;
   };
@@ -80,9 +84,10 @@ class HostMeeting {
   // What this process knows of them.
   bool HasFailed(int first, int count) const;
   uint32_t LastCall(int first, int count) const;
-  // Makes all ranks of the mesh usable again, whose last calls are at most `calls`. Their next call has the
-  // number `calls` + 2. (A rank may have given up call `calls` + 1.) No rank may be in a call. All processes
-  // must reset to the same number before any rank begins a call.
+  // Makes all ranks of the mesh usable again. `calls` is the last number that any rank of any process had when
+  // the group had failed. The next call has the number `calls` + 2, so that every reset has a number of its own
+  // (a group may fail again before its next call). No rank may be in a call. All processes must reset to the
+  // same number before any rank begins a call.
   void Reset(uint32_t calls);
 
  private:
@@ -95,7 +100,7 @@ class HostMeeting {
   // Takes over what a rank of another process reports.
   void Receive(const CallEvent& event);
   // Reports a change of a rank of this process to the other processes.
-  void Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature = 0) const;
+  void Send(CallEvent::Kind kind, int index, uint32_t number, uint64_t signature = 0);
   void GiveUp(int index, uint32_t number);
 
   // Marks the rank at an index as being in a call with this signature, unless it is in another one, whose
@@ -103,6 +108,9 @@ class HostMeeting {
   std::shared_ptr<void> Enter(int index, uint64_t signature, uint64_t& other);
 
   const uint64_t group_;  // in events
+  // Guards what comes from other processes against a reset, after which events of calls before it may come.
+  std::mutex mutex_;
+  uint32_t generation_ = 0;
   const int total_ranks_;
   const std::vector<int> processes_;
   const std::unique_ptr<Row[]> rows_;  // [total_ranks]

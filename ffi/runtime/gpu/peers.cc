@@ -176,6 +176,10 @@ HostMeeting::Hooks DevicePeers::HooksFor(int group) const {
             const RankMemory& memory = ranks_[group * num_ranks_ + rank];
             return memory.device < 0 && HasProcessEnded(memory.process);
           },
+          [this, group](int rank) {
+            const RankMemory& memory = ranks_[group * num_ranks_ + rank];
+            return memory.device < 0 ? WhyProcessIsLost(memory.process) : std::string();
+          },
           [this] { return DescribeFailure(); }};
 }
 
