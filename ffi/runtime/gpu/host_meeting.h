@@ -84,10 +84,10 @@ class HostMeeting {
   // What this process knows of them.
   bool HasFailed(int first, int count) const;
   uint32_t LastCall(int first, int count) const;
-  // Makes all ranks of the mesh usable again. `calls` is the last number that any rank of any process had when
-  // the group had failed. The next call has the number `calls` + 2, so that every reset has a number of its own
-  // (a group may fail again before its next call). No rank may be in a call. All processes must reset to the
-  // same number before any rank begins a call.
+  // Makes all ranks of the mesh usable again. `calls` is the last number that any rank of any process had
+  // when the group had failed. The next call has the number `calls` + 2, so that every reset has a number of
+  // its own (a group may fail again before its next call). No rank may be in a call. All processes must reset
+  // to the same number before any rank begins a call.
   void Reset(uint32_t calls);
 
  private:
