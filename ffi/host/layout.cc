@@ -8,17 +8,17 @@ namespace jax_ep::host {
 
 void Layout(const LayoutParams& params) {
   const Shape& shape = params.shape;
-  const int32_t num_nodes = shape.num_ranks / params.ranks_per_domain;
+  const int32_t num_domains = shape.num_ranks / params.ranks_per_domain;
   std::fill_n(params.num_tokens_per_rank, shape.num_ranks, 0);
-  std::fill_n(params.num_tokens_per_domain, num_nodes, 0);
+  std::fill_n(params.num_tokens_per_domain, num_domains, 0);
   std::fill_n(params.num_tokens_per_expert, shape.num_experts, 0);
 
   std::vector<int32_t> experts(shape.top_k);
-  std::vector<char> on_node(num_nodes);
+  std::vector<char> in_domain(num_domains);
   for (int32_t t = 0; t < shape.num_tokens; ++t) {
     bool* in_rank = params.is_token_in_rank + int64_t{t} * shape.num_ranks;
     std::fill_n(in_rank, shape.num_ranks, false);
-    std::fill(on_node.begin(), on_node.end(), 0);
+    std::fill(in_domain.begin(), in_domain.end(), 0);
     RoutedExperts(params.topk_idx, shape, t, experts.data());
     for (int32_t k = 0; k < shape.top_k; ++k) {
       if (experts[k] < 0) continue;
@@ -28,9 +28,11 @@ void Layout(const LayoutParams& params) {
     for (int32_t rank = 0; rank < shape.num_ranks; ++rank) {
       if (!in_rank[rank]) continue;
       ++params.num_tokens_per_rank[rank];
-      on_node[rank / params.ranks_per_domain] = 1;
+      in_domain[rank / params.ranks_per_domain] = 1;
     }
-    for (int32_t node = 0; node < num_nodes; ++node) params.num_tokens_per_domain[node] += on_node[node];
+    for (int32_t domain = 0; domain < num_domains; ++domain) {
+      params.num_tokens_per_domain[domain] += in_domain[domain];
+    }
   }
 }
 

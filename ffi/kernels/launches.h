@@ -9,7 +9,7 @@
 
 namespace jax_ep::cuda {
 
-// The layout kernel counts ranks, nodes and experts in shared memory, 24 KB at most.
+// The layout kernel counts ranks, domains and experts in shared memory, 24 KB at most.
 constexpr int kMaxLayoutRanks = 1024;
 cudaError_t LaunchLayout(const LayoutParams& params, const Device& device, cudaStream_t stream);
 // The state of the placement (core/balance.h) must fit in a block's shared memory.

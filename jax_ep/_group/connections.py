@@ -152,9 +152,9 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _network_addresses() -> list[str]:
-    """Returns the addresses of this host, first the one by which it reaches most others.
+    """Returns the addresses of this host, first the one of the default route.
 
-    Only a host without a network has none but that of itself.
+    A host without a network has only 127.0.0.1.
     """
     found: list[str] = []
     for family, anywhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):

@@ -107,12 +107,17 @@ def _domain_of_each_process(
     }
 
 
-def _fabric_handle(module: Extension, device: Device) -> str:
-    """Returns a handle of JAX's memory on a device in hexadecimal digits, empty if there is none."""
+def _export(module: Extension, device: Device) -> bytes:
+    """Returns a fabric handle of JAX's memory on a GPU. Raises RuntimeError if the driver gives none."""
     (address,) = _extension.sample_addresses([device])
+    return module.export_fabric_region(address, device.local_hardware_id)
+
+
+def _fabric_handle(module: Extension, device: Device) -> str:
+    """Returns such a handle in hexadecimal digits, empty if there is none."""
     try:
-        return module.export_fabric_region(address, device.local_hardware_id).hex()
-    except RuntimeError:  # the hosts are not joined by NVLink, or the process lacks an IMEX channel
+        return _export(module, device).hex()
+    except RuntimeError:  # NVLink joins no other host, or the process lacks an IMEX channel
         return ""
 
 
@@ -132,9 +137,8 @@ def describe_sharing(device: Device) -> str:
     module = _extension.extension()
     if module is None or _extension.reason_against_ffi("gpu"):
         return "no, without handlers for GPUs"
-    (address,) = _extension.sample_addresses([device])
     try:
-        module.export_fabric_region(address, device.local_hardware_id)
+        _export(module, device)
     except RuntimeError as error:
         return f"no: {error}"
     return "yes, by fabric handles (never executed)"

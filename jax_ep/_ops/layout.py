@@ -1,4 +1,4 @@
-"""get_dispatch_layout: counts of tokens by rank, node and expert."""
+"""get_dispatch_layout: counts of tokens by rank, domain and expert."""
 
 import dataclasses
 

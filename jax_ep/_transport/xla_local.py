@@ -61,10 +61,10 @@ class XlaLocal:
     ) -> LayoutCounts:
         pairs = count_pairs(routed_experts(topk_idx, num_experts), num_experts)
         in_rank = jnp.any(pairs.reshape(-1, num_ranks, num_experts // num_ranks) > 0, axis=-1)
-        in_node = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_domain, ranks_per_domain), axis=-1)
+        in_domain = jnp.any(in_rank.reshape(-1, num_ranks // ranks_per_domain, ranks_per_domain), axis=-1)
         return LayoutCounts(
             jnp.sum(in_rank, axis=0, dtype=jnp.int32),
-            jnp.sum(in_node, axis=0, dtype=jnp.int32),
+            jnp.sum(in_domain, axis=0, dtype=jnp.int32),
             jnp.sum(pairs, axis=0, dtype=jnp.int32),
             in_rank,
         )

@@ -61,8 +61,8 @@ LAYOUT = {
     "a wide int": ({"topk_idx": [[0], [2**32]]}, "topk_idx must hold integers that JAX can hold"),
     "ranks": ({"num_ranks": 0}, "num_ranks must be an int between 1"),
     "experts": ({"num_experts": 7}, "positive multiple of the 2 ranks, got 7"),
-    "nodes": ({"ranks_per_domain": 3}, "ranks_per_domain must divide num_ranks = 2, got 3"),
-    "no node": ({"ranks_per_domain": 0}, "ranks_per_domain must be an int between 1"),
+    "domains": ({"ranks_per_domain": 3}, "ranks_per_domain must divide num_ranks = 2, got 3"),
+    "no domain": ({"ranks_per_domain": 0}, "ranks_per_domain must be an int between 1"),
 }
 
 

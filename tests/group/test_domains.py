@@ -83,7 +83,7 @@ def world(monkeypatch):
         ([[5, 5, 5]], 3),
     ],
 )
-def test_a_process_is_a_host_of_cpus(processes, per_domain):
+def test_a_process_is_a_domain_of_cpus(processes, per_domain):
     assert domains.find_ranks_per_domain(grid(processes, "cpu"), 1) == (per_domain, "")
 
 

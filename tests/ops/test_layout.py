@@ -12,7 +12,7 @@ pytestmark = pytest.mark.one_jax
 
 
 def assert_equal(got, ids, num_experts, num_ranks, ranks_per_domain=None):
-    """The layout is the oracle's, with the nodes' counts if they were asked for."""
+    """The layout is the oracle's, with the domains' counts if they were asked for."""
     per_rank, per_domain, per_expert, in_rank = oracle.layout(
         ids, num_experts, num_ranks, ranks_per_domain or 1
     )

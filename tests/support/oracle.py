@@ -27,8 +27,8 @@ def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int, ranks_per_dom
         for expert in token[token >= 0]:
             per_expert[expert] += 1
             in_rank[t, expert // experts_per_rank] = True
-        for node in {rank // ranks_per_domain for rank in np.flatnonzero(in_rank[t])}:
-            per_domain[node] += 1
+        for domain in {rank // ranks_per_domain for rank in np.flatnonzero(in_rank[t])}:
+            per_domain[domain] += 1
     return in_rank.sum(axis=0).astype(np.int32), per_domain, per_expert, in_rank
 
 

@@ -48,8 +48,8 @@ __device__ void LoadToken(const LayoutParams& params, int t, int (&experts)[kMax
   }
 }
 
-// Counts each thread's token at each of its destinations (ranks or nodes), which hold `size` experts each. If
-// is_token_in_rank [num_destinations] is not null, also writes the token's destinations to it. Called by
+// Counts each thread's token at each of its destinations (ranks or domains), which hold `size` experts each.
+// If is_token_in_rank [num_destinations] is not null, also writes the token's destinations to it. Called by
 // whole warps.
 template <int kMaxChoices>
 __device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_destinations, int size,
@@ -83,13 +83,13 @@ __device__ void CountDestinations(const int (&experts)[kMaxChoices], int num_des
 }
 
 // Counts the tokens in one cluster of blocks. Each block counts a part of them in its shared memory: by rank,
-// by node and by expert. The first block adds up the counts.
+// by domain and by expert. The first block adds up the counts.
 template <int kMaxChoices>
 __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__ LayoutParams params) {
   extern __shared__ int32_t counts[];
   const Shape& shape = params.shape;
-  const int R = shape.num_ranks, L = shape.num_local_experts(), num_nodes = R / params.ranks_per_domain;
-  const int num_counts = R + num_nodes + shape.num_experts;
+  const int R = shape.num_ranks, L = shape.num_local_experts(), num_domains = R / params.ranks_per_domain;
+  const int num_counts = R + num_domains + shape.num_experts;
   for (int i = threadIdx.x; i < num_counts; i += kThreads) counts[i] = 0;
 #if JAX_EP_HAS_SM_90
   const auto cluster = cooperative_groups::this_cluster();
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   for (; t - threadIdx.x % kWarp < shape.num_tokens; t += step) {
 #pragma unroll
     for (int expert : experts) {
-      if (expert >= 0) atomicAdd(&counts[R + num_nodes + expert], 1);
+      if (expert >= 0) atomicAdd(&counts[R + num_domains + expert], 1);
     }
     bool* const goes_to = t < shape.num_tokens ? params.is_token_in_rank + int64_t{t} * R : nullptr;
     CountDestinations(experts, R, L, counts, goes_to);
-    CountDestinations(experts, num_nodes, L * params.ranks_per_domain, counts + R, nullptr);
+    CountDestinations(experts, num_domains, L * params.ranks_per_domain, counts + R, nullptr);
     LoadToken(params, t + step, experts);
   }
   __syncthreads();
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kThreads) LayoutKernel(const __grid_constant__
   for (int i = threadIdx.x; i < num_counts; i += kThreads) {
     if (i < R) {
       params.num_tokens_per_rank[i] = counts[i];
-    } else if (i < R + num_nodes) {
+    } else if (i < R + num_domains) {
       params.num_tokens_per_domain[i - R] = counts[i];
     } else {
-      params.num_tokens_per_expert[i - R - num_nodes] = counts[i];
+      params.num_tokens_per_expert[i - R - num_domains] = counts[i];
     }
   }
 }

@@ -108,7 +108,8 @@ class HostMeeting {
   std::shared_ptr<void> Enter(int index, uint64_t signature, uint64_t& other);
 
   const uint64_t group_;  // in events
-  // Guards what comes from other processes against a reset, after which events of calls before it may come.
+  // Guards the generation, and the rows during a reset. Events of an earlier generation may still arrive
+  // then.
   std::mutex mutex_;
   uint32_t generation_ = 0;
   const int total_ranks_;
