@@ -43,6 +43,8 @@ cudaError_t LaunchQuantizeGated(const QuantizeGatedParams& params, cudaStream_t 
 cudaError_t LaunchGroupedDot(const GroupedDotParams& params, const Device& device, cudaStream_t stream);
 
 // Load every kernel on the current device, so that none has to be loaded while a peer's kernel waits.
+// PreloadDevice reads what DescribeDevice returns, for which it loads one, too.
+cudaError_t PreloadDevice();
 cudaError_t PreloadLayout();
 cudaError_t PreloadBalance();
 cudaError_t PreloadCount();

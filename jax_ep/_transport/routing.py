@@ -148,9 +148,12 @@ def placed_handle(
 def for_backward(handle: Handle) -> Handle:
     """Drops handle fields that the backward pass does not use, so that a scan does not store them.
 
-    Between domains the handle of hop 2 has the received rows.
+    Between domains the handle of hop 2 has the rows.
     """
-    return handle if handle.within is None else dataclasses.replace(handle, received_rows=None)
+    if handle.within is None:
+        return handle
+    none = jnp.zeros_like(handle.topk_idx, shape=(0,))
+    return dataclasses.replace(handle, sent_rows=none, rank_prefix_matrix=none, received_rows=None)
 
 
 def block_sizes(routing: Routing, counts: jax.Array) -> jax.Array:

@@ -5,105 +5,32 @@ each domain that has one of its experts. The source has computed these destinati
 a handle among the ranks of a domain. Rows arrive where a single hop would put them, in the order of their
 sources, not of the ranks that relay them. A pull goes the same way back: a domain sums a token's rows, and
 one sum travels.
+
+Of few tokens, all choices travel beside the rows, in one exchange. Then each rank computes the destinations,
+or hop 2 is a dispatch of its own.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._rows.dtypes import sum_dtype
 from jax_ep._rows.fp8 import FLOOR, QuantizedArray, as_bits, dequantize_fp8, from_bits
-from jax_ep._rows.indexing import invert, routed_experts, take
+from jax_ep._rows.indexing import routed_experts, take
+from jax_ep._transport import hop_1
 from jax_ep._transport.attendance import ALL_RANKS, Attendance, AttendanceResult
-from jax_ep._transport.backend import DomainBackend, Leaves, LocalBackend, Packing, Pull, Push, Routed
+from jax_ep._transport.backend import DomainBackend, Leaves, Packing, Pull, Push, Routed
 from jax_ep._transport.collectives import domain, rank
-from jax_ep._transport.routing import Handle, Routing, block_sizes, fill_of_blocks
-
-
-class Destinations(NamedTuple):
-    """Destinations of the rows of this rank's tokens, and counts of the rows that this rank receives."""
-
-    sent_rows: jax.Array  # [T, R] by rank, [T, K] by expert; -1 none or dropped
-    rows_between: jax.Array  # [R, R] from rank s to rank d, before drops
-    expert_counts: jax.Array  # [L]
-    tokens_per_expert: jax.Array | None  # [L] by expert; by rank it takes the ids that arrive
-    group_sizes: jax.Array | None  # [L] by expert
-    num_tokens: jax.Array  # [1]
-    num_dropped: jax.Array  # [1]
-
-
-def compute_destinations(
-    local: LocalBackend,
-    routing: Routing,
-    ids: jax.Array,
-    ids_before_drops: jax.Array,
-    all_gather: Callable[[jax.Array], jax.Array],
-) -> Destinations:
-    """Computes the destinations of this rank's choices `ids` [T, K], -1 unused.
-
-    `ids_before_drops` are the choices before hop 1 dropped some, or `ids` itself if it dropped none.
-    all_gather(numbers) returns the numbers [n] of all ranks [R, n].
-    """
-    ranks, experts = routing.num_ranks, routing.num_local_experts
-    me = rank(routing.ranks)
-    layout = local.layout(ids, routing.num_experts, ranks, 1)
-    counts = [layout.num_tokens_per_rank, layout.num_tokens_per_expert]
-    if ids_before_drops is not ids:
-        before_drops = local.layout(ids_before_drops, routing.num_experts, ranks, 1)
-        counts.append(
-            _per_rank(routing, before_drops.num_tokens_per_expert)
-            if routing.has_row_per_choice
-            else before_drops.num_tokens_per_rank
-        )
-    all_counts = all_gather(jnp.concatenate(counts))
-    by_rank, by_expert, *rows_before_drops = jnp.split(
-        all_counts, [ranks, ranks + routing.num_experts], axis=1
-    )
-    earlier = jnp.arange(ranks, dtype=jnp.int32)[:, None] < me
-    expert_counts = jnp.sum(by_expert, axis=0, dtype=jnp.int32)
-    local_counts = jax.lax.dynamic_slice_in_dim(expert_counts, me * experts, experts)
-    if routing.has_row_per_choice:
-        before = jnp.sum(jnp.where(earlier, by_expert, 0), axis=0, dtype=jnp.int32)
-        blocks = block_sizes(routing, expert_counts).reshape(ranks, experts)
-        starts = (jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks).reshape(-1)
-        sent_rows = _rows_by_expert(local, routing, ids, starts + before)
-        rows_between = jnp.sum(by_expert.reshape(ranks, ranks, experts), axis=-1, dtype=jnp.int32)
-        tokens_per_expert, group_sizes = fill_of_blocks(routing, local_counts)
-        num_tokens = jnp.sum(tokens_per_expert, keepdims=True, dtype=jnp.int32)
-    else:
-        before = jnp.sum(jnp.where(earlier, by_rank, 0), axis=0, dtype=jnp.int32)
-        is_sent = layout.is_token_in_rank.astype(jnp.int32)
-        rows = before[None] + jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
-        sent_rows = jnp.where((is_sent > 0) & (rows < routing.capacity), rows, -1)
-        rows_between, tokens_per_expert, group_sizes = by_rank, None, None
-        num_arriving = jnp.sum(jnp.take(by_rank, me, axis=1), keepdims=True, dtype=jnp.int32)
-        num_tokens = jnp.minimum(num_arriving, routing.capacity)
-    to_me = jnp.take(rows_before_drops[0] if ids_before_drops is not ids else rows_between, me, axis=1)
-    num_dropped = jnp.sum(to_me, keepdims=True, dtype=jnp.int32) - num_tokens
-    return Destinations(
-        sent_rows, rows_between, local_counts, tokens_per_expert, group_sizes, num_tokens, num_dropped
-    )
-
-
-def _per_rank(routing: Routing, by_expert: jax.Array) -> jax.Array:
-    return jnp.sum(by_expert.reshape(routing.num_ranks, -1), axis=1, dtype=jnp.int32)
-
-
-def _rows_by_expert(local: LocalBackend, routing: Routing, ids: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns [T, K]. `first` [E] is the row of this rank's first choice of each expert at its receiver."""
-    # Order this rank's choices by expert, as if it were the only rank. Then shift the rows of each expert to
-    # their start at the receiver.
-    alone = local.permute((), ids, None, routing.num_experts, 1, ids.size)
-    counts = alone.tokens_per_expert
-    shift = first - (jnp.cumsum(counts, dtype=jnp.int32) - counts)
-    rows = alone.row_map + jnp.take(shift, jnp.maximum(ids, 0))
-    end = routing.capacity
-    if routing.padded_rows is not None:
-        end = (ids % routing.num_local_experts + 1) * routing.padded_rows
-    return jnp.where((ids >= 0) & (rows < end), rows, -1)
+from jax_ep._transport.destinations import (
+    AllDestinations,
+    Destinations,
+    destinations_by_choices,
+    destinations_by_counts,
+    owners,
+)
+from jax_ep._transport.routing import Handle, Routing
 
 
 def all_to_all_within(inner: DomainBackend, blocks: jax.Array) -> jax.Array:
@@ -121,6 +48,21 @@ def all_to_all_within(inner: DomainBackend, blocks: jax.Array) -> jax.Array:
     )
     ids = jnp.arange(size, dtype=jnp.int32)[:, None]
     return inner.route(one_each, ids, Push((blocks,))).rows[0]
+
+
+class Relayed(NamedTuple):
+    """The choices and destinations of n tokens that hop 1 brings to a domain."""
+
+    ids: jax.Array  # [n, K] numbered within the domain, -1 on others or unused
+    rows: jax.Array  # [n, K] by expert, [n, ranks of a domain] by rank; -1 none or dropped
+
+    @classmethod
+    def of(cls, routing: Routing, ids: jax.Array, rows: jax.Array) -> "Relayed":
+        """Numbers the ids of all experts within this rank's domain."""
+        here = domain(routing.ranks)
+        is_here = hop_1.domain_of(routing, ids) == here
+        ids = jnp.where(is_here, ids - here * routing.within.num_experts, -1)
+        return cls(ids, jnp.where(is_here, rows, -1) if routing.has_row_per_choice else rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,42 +86,147 @@ class TwoHops:
         self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         assert sent.packing is Packing.NONE
-        ids_before_drops = routed_experts(topk_idx, routing.num_experts)
-        ids = without_dropped(routing, ids_before_drops)
-        destinations = compute_destinations(self.inner.local, routing, ids, ids_before_drops, self.all_gather)
-        # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
-        destinations, leaves = jax.lax.optimization_barrier((destinations, sent.leaves))
-        metadata = _send_metadata(self.outer, routing, ids, destinations, sent.weights)
-        rows = tuple(send_to_domains(self.outer, routing, ids, leaf) for leaf in leaves)
-        metadata, rows = jax.lax.optimization_barrier((metadata, rows))
-        handle, weights = _make_handle(self, routing, ids, destinations, metadata)
+        ids = routed_experts(topk_idx, routing.num_experts)
+        at_once = hop_1.makes_one_exchange(routing)
+        if at_once and _numbers_rows_by_domain(routing):
+            return self._route_at_once(routing, ids, sent, attendance)
+        relay = self._relay_at_once if at_once else self._relay_by_counts
+        destinations, handle, relayed = relay(routing, ids, sent)
         assert handle.within is not None
-        attended = attendance.as_attended(routing.num_ranks)
         counts = (
             destinations.group_sizes,
             destinations.num_tokens,
             destinations.num_dropped,
-            attended,
+            attendance.as_attended(routing.num_ranks),
             handle,
         )
         if destinations.tokens_per_expert is not None:
-            moved, arrived_weights = self.inner.push(handle.within, Push(rows, weights))
+            moved, arrived_weights = self.inner.push(handle.within, relayed)
             return Routed(moved, arrived_weights, None, destinations.tokens_per_expert, *counts)
         # By rank the ids go with the rows.
-        rows_with_ids = Push((*rows, handle.within.topk_idx), weights)
-        moved, arrived_weights = self.inner.push(handle.within, rows_with_ids)
+        rows_with_ids = (*relayed.leaves, handle.within.topk_idx)
+        moved, arrived_weights = self.inner.push(handle.within, Push(rows_with_ids, relayed.weights))
         arrived_idx = _local_ids(routing, moved[-1], destinations.num_tokens)
         layout = self.inner.local.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
-    def all_gather(self, numbers: jax.Array) -> jax.Array:
-        ranks = self.outer.ranks
-        domains, per_domain = ranks.num_domains, ranks.ranks_per_domain
-        received = self.outer.between_domains(jnp.broadcast_to(numbers, (domains, *numbers.shape)))
-        received = all_to_all_within(
-            self.inner, jnp.broadcast_to(received.reshape(1, -1), (per_domain, received.size))
+    def _route_at_once(self, routing: Routing, ids: jax.Array, sent: Push, attendance: Attendance) -> Routed:
+        """Makes a dispatch of one exchange between domains, and one dispatch within."""
+        choices, relayed = self._exchange_at_once(routing, ids, sent)
+        domains, here = routing.num_domains, domain(routing.ranks)
+        within = dataclasses.replace(routing.within, num_experts=routing.num_experts)
+        # A choice of an expert by a token of domain d is one of the d-th part of its block.
+        parts = (choices - here * routing.within.num_experts) * domains
+        parts = parts + jnp.arange(domains, dtype=jnp.int32)[:, None, None]
+        parts = jnp.where(hop_1.domain_of(routing, choices) == here, parts, -1)
+        arrived = self.inner.route(within, parts.reshape(-1, routing.top_k), relayed)
+        whole = lambda counts: jnp.sum(counts.reshape(-1, domains), axis=1, dtype=jnp.int32)
+        # Programs that do not use the other arrays of the handle do not compute them. The barrier is for those
+        # that do: one communicating kernel at a time.
+        choices, _ = jax.lax.optimization_barrier((choices, arrived.num_tokens))
+        choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
+        destinations = destinations_by_choices(self.inner.local, routing, choices)
+        handle = Handle(
+            ids,
+            destinations.of_this_rank.sent_rows,
+            jnp.cumsum(destinations.of_this_rank.rows_between, axis=0, dtype=jnp.int32),
+            whole(arrived.handle.expert_counts),
+            _received_rows(routing, destinations),
+            arrived.handle,
+            routing,
         )
-        return received.reshape(per_domain, domains, -1).swapaxes(0, 1).reshape(ranks.size, -1)
+        assert arrived.group_sizes is not None
+        return arrived._replace(
+            tokens_per_expert=whole(arrived.tokens_per_expert),
+            group_sizes=whole(arrived.group_sizes),
+            attended=attendance.as_attended(routing.num_ranks),
+            handle=handle,
+        )
+
+    def _relay_at_once(
+        self, routing: Routing, ids: jax.Array, sent: Push
+    ) -> tuple[Destinations, Handle, Push]:
+        """Makes the handle, and sends the tokens of a dispatch through hop 1, in one exchange.
+
+        Each rank then knows the choices of all tokens, and computes the destinations of all rows.
+        """
+        choices, relayed = self._exchange_at_once(routing, ids, sent)
+        choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
+        destinations = destinations_by_choices(self.inner.local, routing, choices)
+        return destinations.of_this_rank, _handle_by_choices(routing, destinations), relayed
+
+    def _exchange_at_once(self, routing: Routing, ids: jax.Array, sent: Push) -> tuple[jax.Array, Push]:
+        """Sends the choices of all tokens to all domains, and each token to those that it chose.
+
+        Returns the choices [domains, T, K], before drops, and the tokens [domains * rows of a block, ...].
+        """
+        tokens = hop_1.tokens_of_blocks(routing, hop_1.without_dropped(routing, ids))
+        choices = jnp.broadcast_to(ids, (routing.num_domains, *ids.shape))
+        blocks = jax.tree.map(lambda array: take(array, tokens), (sent.leaves, sent.weights))
+        choices, blocks = hop_1.exchange_at_once(self.outer, (choices, blocks))
+        leaves, weights = hop_1.rows_of_blocks(blocks)
+        return choices, Push(leaves, weights)
+
+    def _relay_by_counts(
+        self, routing: Routing, ids_before_drops: jax.Array, sent: Push
+    ) -> tuple[Destinations, Handle, Push]:
+        """Makes the handle, and sends the tokens of a dispatch through hop 1.
+
+        All ranks exchange their counts, and the destinations travel with the tokens.
+        """
+        ids = hop_1.without_dropped(routing, ids_before_drops)
+        destinations = destinations_by_counts(
+            self.inner.local, routing, ids, ids_before_drops, self.all_gather
+        )
+        # One communicating kernel at a time: two may not fit on a GPU, and would then wait for each other.
+        destinations, leaves = jax.lax.optimization_barrier((destinations, sent.leaves))
+        relayed, weights = self._send_destinations(routing, ids, destinations, sent.weights)
+        rows = hop_1.send_to_domains(self.outer, routing, ids, leaves)
+        (relayed, weights), rows = jax.lax.optimization_barrier(((relayed, weights), rows))
+        return destinations, self._handle_by_counts(routing, ids, destinations, relayed), Push(rows, weights)
+
+    def _send_destinations(
+        self,
+        routing: Routing,
+        ids: jax.Array,
+        destinations: Destinations,
+        topk_weights: jax.Array | None = None,
+    ) -> tuple[Relayed, jax.Array | None]:
+        """Sends ids, destinations and weights of this rank's tokens in hop 1. Returns those that arrive."""
+        domains = routing.num_domains
+        tokens, sent_rows = hop_1.tokens_of_blocks(routing, ids), destinations.sent_rows
+        if routing.has_row_per_choice:
+            rows = _take_or_none(sent_rows, tokens)
+        else:  # those of a domain's ranks only
+            numbers = jnp.arange(domains, dtype=jnp.int32)[:, None]
+            entries = jnp.where(tokens < 0, -1, tokens * domains + numbers)
+            rows = _take_or_none(sent_rows.reshape(-1, routing.ranks.ranks_per_domain), entries)
+        weights = None if topk_weights is None else take(topk_weights, tokens)
+        blocks = hop_1.exchange_at_once(self.outer, (_take_or_none(ids, tokens), rows, weights))
+        arrived_ids, arrived_rows, weights = hop_1.rows_of_blocks(blocks)
+        return Relayed.of(routing, arrived_ids, arrived_rows), weights
+
+    def _handle_by_counts(
+        self, routing: Routing, ids: jax.Array, destinations: Destinations, relayed: Relayed
+    ) -> Handle:
+        received, received_within = None, None
+        if routing.has_row_per_choice:
+            received = self.all_to_all(_by_owner(routing, ids, destinations.sent_rows))
+            received = received.reshape(-1, routing.top_k)
+            received_within = all_to_all_within(self.inner, _by_owner(routing.within, *relayed))
+            received_within = received_within.reshape(-1, routing.top_k)
+        return _make_handle(routing, ids, destinations, relayed, received, received_within)
+
+    def all_gather(self, numbers: jax.Array) -> jax.Array:
+        domains = self.outer.ranks.num_domains
+        received = self.outer.between_domains(jnp.broadcast_to(numbers, (domains, *numbers.shape)))
+        return self._gather_in_domain(received)
+
+    def _gather_in_domain(self, received: jax.Array) -> jax.Array:
+        """Returns the numbers [domains, ...] that hop 1 brought to the ranks of this domain: [R, n]."""
+        domains, per_domain = self.outer.ranks.num_domains, self.outer.ranks.ranks_per_domain
+        gathered = self.inner.all_gather(received.reshape(-1))
+        return gathered.reshape(per_domain, domains, -1).swapaxes(0, 1).reshape(per_domain * domains, -1)
 
     def all_to_all(self, blocks: jax.Array) -> jax.Array:
         """Sends block r of [R, n] to rank r. Returns those that arrive, by source."""
@@ -199,13 +246,14 @@ class TwoHops:
         no_counts = jnp.zeros_like(sent_rows, shape=(routing.num_ranks, routing.num_ranks))
         none = no_counts[0, :1]
         destinations = Destinations(sent_rows, no_counts, place_rows, None, None, none, none)
-        metadata = _send_metadata(self.outer, routing, ids, destinations, None)
-        return _make_handle(self, routing, ids, destinations, metadata)[0]
+        relayed, _ = self._send_destinations(routing, ids, destinations)
+        return self._handle_by_counts(routing, ids, destinations, relayed)
 
     def push(self, handle: Handle, sent: Push) -> tuple[Leaves, jax.Array | None]:
-        send = lambda array: send_to_domains(self.outer, handle.routing, handle.topk_idx, array)
-        weights = None if sent.weights is None else send(sent.weights)
-        in_domain = dataclasses.replace(sent, leaves=tuple(map(send, sent.leaves)), weights=weights)
+        leaves, weights = hop_1.send_to_domains(
+            self.outer, handle.routing, handle.topk_idx, (sent.leaves, sent.weights)
+        )
+        in_domain = dataclasses.replace(sent, leaves=leaves, weights=weights)
         return self.inner.push(_inner_handle(handle), in_domain)
 
     def pull(
@@ -213,33 +261,33 @@ class TwoHops:
     ) -> tuple[Leaves, jax.Array | None, AttendanceResult]:
         in_domain = dataclasses.replace(pulled, biases=(), adds_in_place=False, packing=Packing.NONE)
         partials, returned, _ = self.inner.pull(_inner_handle(handle), in_domain)
+        packed = tuple(self._pack(partial, pulled.packing) for partial in partials)
+        of_domains = hop_1.take_back(self.outer, handle, (packed, returned))
         sums = []
-        for partial in partials:
+        for i, partial in enumerate(partials):
             wide = sum_dtype(partial.dtype)
             total: Any = 0.0
-            for part in self._take_back_sums(handle, partial, pulled.packing):
-                total = total + part.astype(wide)
+            for parts, _ in of_domains:
+                total = total + _unpack(parts[i]).astype(wide)
             for bias in pulled.biases:
                 total = total + bias.astype(wide)
             sums.append(total.astype(partial.dtype))
-        if returned is None:
-            return tuple(sums), None, AttendanceResult()
-        domains = _domain_of(handle.routing, handle.topk_idx)
-        total = jnp.zeros_like(returned, shape=domains.shape)
-        for number, part in enumerate(take_back(self.outer, handle, returned)):
-            total = jnp.where(domains == number, part, total)
-        return tuple(sums), total, AttendanceResult()
+        weights = None
+        if returned is not None:
+            domains = hop_1.domain_of(handle.routing, handle.topk_idx)
+            weights = jnp.zeros_like(returned, shape=domains.shape)
+            for number, (_, part) in enumerate(of_domains):
+                weights = jnp.where(domains == number, cast("jax.Array", part), weights)
+        return tuple(sums), weights, AttendanceResult()
 
-    def _take_back_sums(self, handle: Handle, partial: jax.Array, packing: Packing) -> list[jax.Array]:
-        """Returns, for each domain, its part of the sums of this rank's tokens."""
+    def _pack(self, sums: jax.Array, packing: Packing) -> jax.Array | QuantizedArray:
         if packing is Packing.NONE:
-            return take_back(self.outer, handle, partial)
-        packed = as_bits(self.quantize(partial, packing is Packing.FP8_ROUNDED, FLOOR))
-        parts = [take_back(self.outer, handle, array) for array in (packed.values, packed.scales)]
-        return [
-            dequantize_fp8(from_bits(QuantizedArray(values, scales)), jnp.float32)
-            for values, scales in zip(*parts, strict=True)
-        ]
+            return sums
+        return as_bits(self.quantize(sums, packing is Packing.FP8_ROUNDED, FLOOR))
+
+
+def _unpack(sums: jax.Array | QuantizedArray) -> jax.Array:
+    return dequantize_fp8(from_bits(sums), jnp.float32) if isinstance(sums, QuantizedArray) else sums
 
 
 def _inner_handle(handle: Handle) -> Handle:
@@ -248,125 +296,85 @@ def _inner_handle(handle: Handle) -> Handle:
     return handle.within
 
 
-def _domain_of(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the domain of each expert, -1 if the choice is unused."""
-    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_domains))
-
-
-def _hop_1_rows(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns [T, domains]: the index of each token among those sent to a domain, -1 not sent or dropped."""
-    numbers = jnp.arange(routing.num_domains, dtype=jnp.int32)[None, None]
-    is_sent = jnp.any(_domain_of(routing, ids)[:, :, None] == numbers, axis=1).astype(jnp.int32)
-    rows = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - is_sent
-    return jnp.where((is_sent > 0) & (rows < routing.domain_rows), rows, -1)
-
-
-def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the ids [T, K], -1 also for choices on domains whose buffer is full in hop 1."""
-    if routing.domain_rows == routing.num_tokens:
-        return ids
-    rows = jnp.take_along_axis(_hop_1_rows(routing, ids), jnp.maximum(_domain_of(routing, ids), 0), axis=1)
-    return jnp.where(rows < 0, -1, ids)
-
-
-def _senders(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns [domains * rows of hop 1]: its token, as token * domains + domain, -1 if none."""
-    rows = _hop_1_rows(routing, ids)
-    first = routing.domain_rows * jnp.arange(routing.num_domains, dtype=jnp.int32)
-    return invert(jnp.where(rows < 0, -1, first[None] + rows), routing.num_domains * routing.domain_rows)
-
-
-def _through_hop_1(outer: DomainBackend, routing: Routing, rows: jax.Array) -> jax.Array:
-    """Sends rows [domains * rows of hop 1, ...], ordered by destination domain. Returns those that arrive."""
-    blocks = rows.reshape(routing.num_domains, routing.domain_rows, *rows.shape[1:])
-    return outer.between_domains(blocks).reshape(rows.shape)
-
-
-def send_to_domains(outer: DomainBackend, routing: Routing, ids: jax.Array, array: jax.Array) -> jax.Array:
-    """Sends a payload [T, ...] in hop 1. Returns [domains * rows of hop 1, ...], zero where no token came."""
-    senders = _senders(routing, ids)
-    return _through_hop_1(outer, routing, take(array, _tokens(routing, senders)))
-
-
-def take_back(outer: DomainBackend, handle: Handle, rows: jax.Array) -> list[jax.Array]:
-    """Returns, for each domain, its rows for this rank's tokens [T, ...], zero where it has none."""
-    routing = handle.routing
-    blocks = _through_hop_1(outer, routing, rows).reshape(
-        routing.num_domains, routing.domain_rows, *rows.shape[1:]
-    )
-    hop_1_rows = _hop_1_rows(routing, handle.topk_idx)
-    return [take(blocks[number], hop_1_rows[:, number]) for number in range(routing.num_domains)]
-
-
-def _tokens(routing: Routing, senders: jax.Array) -> jax.Array:
-    return jnp.where(senders < 0, -1, senders // routing.num_domains)
-
-
-def _send_metadata(
-    outer: DomainBackend,
+def _make_handle(
     routing: Routing,
     ids: jax.Array,
     destinations: Destinations,
-    topk_weights: jax.Array | None,
-) -> jax.Array:
-    """Sends ids, destinations and the bits of weights of each token in hop 1. Returns -1 where none came."""
-    senders = _senders(routing, ids)
-    tokens = _tokens(routing, senders)
-    if routing.has_row_per_choice:
-        sent_rows = take(destinations.sent_rows, tokens)
-    else:  # those of a domain's ranks only
-        sent_rows = take(destinations.sent_rows.reshape(-1, routing.ranks.ranks_per_domain), senders)
-    integers = [take(ids, tokens), sent_rows]
-    if topk_weights is not None:
-        integers.append(take(jax.lax.bitcast_convert_type(topk_weights, jnp.int32), tokens))
-    metadata = jnp.concatenate(integers, axis=1)
-    return _through_hop_1(outer, routing, jnp.where(senders[:, None] < 0, -1, metadata))
-
-
-def _make_handle(
-    hops: TwoHops, routing: Routing, ids: jax.Array, destinations: Destinations, metadata: jax.Array
-) -> tuple[Handle, jax.Array | None]:
-    """Returns the handle of both hops, and the weights of the tokens of hop 2, if any were sent."""
-    sizes = (routing.top_k, routing.within.rows_per_token)
-    global_ids, rows, bits = jnp.split(metadata, [sizes[0], sum(sizes)], axis=1)
-    is_here = _domain_of(routing, global_ids) == domain(routing.ranks)
-    within_ids = jnp.where(is_here, global_ids - domain(routing.ranks) * routing.within.num_experts, -1)
-    if routing.has_row_per_choice:
-        rows = jnp.where(is_here, rows, -1)
-    weights = jax.lax.bitcast_convert_type(bits, jnp.float32) if bits.shape[1] else None
-    within = _make_inner_handle(hops.inner, routing, within_ids, rows, destinations)
-    prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
-    received = None
-    if routing.has_row_per_choice:
-        received = hops.all_to_all(_by_owner(routing, ids, destinations.sent_rows))
-        received = received.reshape(-1, routing.top_k)
-    handle = Handle(
-        ids, destinations.sent_rows, prefix, destinations.expert_counts, received, within, routing
-    )
-    return handle, weights
-
-
-def _make_inner_handle(
-    inner: DomainBackend, routing: Routing, ids: jax.Array, rows: jax.Array, destinations: Destinations
+    relayed: Relayed,
+    received: jax.Array | None,
+    received_within: jax.Array | None,
 ) -> Handle:
-    """Makes the handle of hop 2."""
+    """Makes the handle of both hops. The last two arguments are the `received_rows` of both."""
     within, domains = routing.within, routing.num_domains
-    per_domain = within.num_ranks
-    between = destinations.rows_between.reshape(domains, per_domain, domains, per_domain)
+    shape = (domains, within.num_ranks)
+    between = destinations.rows_between.reshape(*shape, *shape)
     between = jnp.sum(jnp.take(between, domain(routing.ranks), axis=2), axis=0, dtype=jnp.int32)
-    prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
-    received = None
+    prefix_within = jnp.cumsum(between, axis=0, dtype=jnp.int32)
+    prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
+    counts = destinations.expert_counts
+    inner = Handle(relayed.ids, relayed.rows, prefix_within, counts, received_within, None, within)
+    return Handle(ids, destinations.sent_rows, prefix, counts, received, inner, routing)
+
+
+def _handle_by_choices(routing: Routing, destinations: AllDestinations) -> Handle:
+    """Makes the handle of both hops from what each rank knows of all ranks' tokens."""
+    me, here = rank(routing.ranks), domain(routing.ranks)
+    per_domain = routing.ranks.ranks_per_domain
+    shape = (routing.num_domains, per_domain)
+    ids, rows = destinations.ids, destinations.sent_rows
+    received_within = None
+    if not routing.has_row_per_choice:  # those of this domain's ranks
+        rows = jax.lax.dynamic_slice_in_dim(rows, here * per_domain, per_domain, axis=2)
+    tokens = jax.vmap(lambda of_rank: hop_1.tokens_of_blocks(routing, of_rank))(ids)
+    tokens = jnp.take(tokens, here, axis=1)
+    to_domain = Relayed.of(
+        routing, *(jax.vmap(_take_or_none)(array, tokens) for array in (ids, rows))
+    )  # the tokens that each rank sends to this domain
     if routing.has_row_per_choice:
-        received = all_to_all_within(inner, _by_owner(within, ids, rows))
-        received = received.reshape(-1, routing.top_k)
-    return Handle(ids, rows, prefix, destinations.expert_counts, received, None, within)
+        is_mine = owners(routing.within, to_domain.ids) == me % per_domain
+        received_within = jnp.where(is_mine, to_domain.rows, -1).reshape(*shape, -1).swapaxes(0, 1)
+        received_within = received_within.reshape(-1, routing.top_k)
+    relayed = Relayed(
+        *(
+            jnp.take(array.reshape(*shape, *array.shape[1:]), me % per_domain, axis=1).reshape(
+                -1, array.shape[-1]
+            )
+            for array in to_domain
+        )
+    )
+    mine = jax.lax.dynamic_index_in_dim(ids, me, keepdims=False)
+    received = _received_rows(routing, destinations)
+    return _make_handle(routing, mine, destinations.of_this_rank, relayed, received, received_within)
+
+
+def _received_rows(routing: Routing, destinations: AllDestinations) -> jax.Array | None:
+    """Returns `Handle.received_rows`."""
+    if not routing.has_row_per_choice:
+        return None
+    is_mine = owners(routing, destinations.ids) == rank(routing.ranks)
+    return jnp.where(is_mine, destinations.sent_rows, -1).reshape(-1, routing.top_k)
+
+
+def _numbers_rows_by_domain(routing: Routing) -> bool:
+    """Returns whether a dispatch within a domain can put rows where a single hop would.
+
+    It has an expert's rows in the order of the ranks that relay them. So each expert counts as several, one
+    for the tokens of each domain, whose blocks must follow one another without padding. And no row may be
+    dropped before it.
+    """
+    is_dense = routing.order == "expert" and routing.expert_alignment == 1
+    return is_dense and routing.domain_rows == routing.num_tokens
+
+
+def _take_or_none(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns array[rows], -1 where a row is -1."""
+    return jnp.where(rows[..., None] < 0, -1, take(array, rows))
 
 
 def _by_owner(routing: Routing, ids: jax.Array, sent_rows: jax.Array) -> jax.Array:
     """Returns [R, T * K]: the rows of this rank's choices at each rank, -1 for choices of other ranks."""
     number = jnp.arange(routing.num_ranks, dtype=jnp.int32)[:, None, None]
-    owners = jnp.where(ids < 0, -1, ids // routing.num_local_experts)
-    rows = jnp.where(owners[None] == number, sent_rows[None], -1)
+    rows = jnp.where(owners(routing, ids)[None] == number, sent_rows[None], -1)
     return rows.reshape(routing.num_ranks, -1)
 
 

@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, floats, ranks, routing, same_bits, tagged_rows, weights_of
+from cases import (
+    BF16,
+    few_choices_are_many,
+    floats,
+    ranks,
+    routing,
+    same_bits,
+    tagged_rows,
+    weights_of,
+)
 from devices import flags_of_processes, make_mesh, most_ranks
 from processes import num_processes
 
@@ -21,7 +31,7 @@ import jax_ep
 from jax_ep import _extension
 from jax_ep._group.group import ranks_of
 from jax_ep._ops.layout import get_dispatch_layout
-from jax_ep._transport import ffi, two_hops
+from jax_ep._transport import ffi, hop_1
 
 R = most_ranks()
 PER_DOMAIN = [n for n in (1, 2, 4) if n < R]
@@ -44,11 +54,12 @@ def dispatch(on, x, ids, weights, experts, **options):
 
 
 @functools.cache
-def compiled(on, experts, **options):
-    """Returns a dispatch that tests of other routings share."""
+def compiled(on, experts, by_counts=False, **options):
+    """Returns a dispatch that tests of other routings share. `by_counts`: as if there were many tokens."""
 
     def shard(x, ids, weights):
-        return jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=experts, **options)
+        with few_choices_are_many(by_counts):
+            return jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=experts, **options)
 
     return jax.jit(on.map(shard))
 
@@ -84,18 +95,20 @@ CASES = [
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("order", "capacity", "alignment", "per_domain", "implementation"),
+    ("order", "capacity", "alignment", "per_domain", "implementation", "by_counts"),
     # "ffi" with all numbers of ranks on a domain, in one order with each of them; "xla" once in each order.
     [
-        *((*CASES[2], number, "ffi") for number in PER_DOMAIN),
+        *((*CASES[2], number, "ffi", False) for number in PER_DOMAIN),
         *(
-            (*case, PER_DOMAIN[i % len(PER_DOMAIN)], "ffi" if i < len(CASES) else "xla")
-            for i, case in enumerate([*CASES, *CASES])
-            if PER_DOMAIN and i not in (2, 5, 8)
+            (*case, PER_DOMAIN[i % len(PER_DOMAIN)], "ffi", by_counts)
+            for i, case in enumerate(CASES)
+            for by_counts in (False, True)
+            if PER_DOMAIN and (i != 2 or by_counts)
         ),
+        *((*CASES[i], PER_DOMAIN[i % len(PER_DOMAIN)], "xla", i == 2) for i in (1, 2, 4) if PER_DOMAIN),
     ],
 )
-def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, implementation):
+def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, implementation, by_counts):
     """Rows, weights, counts, drops and every array of the handle, by the oracle too."""
     tokens, k, experts = 13, 3, 4 * R
     weights = floats((R, tokens, k))
@@ -104,9 +117,8 @@ def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, imp
     kinds = [routing(kind, R, tokens, k, experts) for kind in ("sprinkled", "one_rank", "unused")]
     fills_blocks = np.tile(np.arange(k, dtype=np.int32), (R, tokens, 1))  # padded experts' blocks
     for ids in (*kinds, fills_blocks):
-        got = dispatch(
-            domains_of(per_domain), x, ids, weights, experts, implementation=implementation, **options
-        )
+        by = {"implementation": implementation, "by_counts": by_counts}
+        got = dispatch(domains_of(per_domain), x, ids, weights, experts, **by, **options)
         assert_same(got, dispatch(ranks(R), x, ids, weights, experts, **options))
         expected = oracle.dispatch(x, ids, weights, experts, order, capacity, alignment)
         if order == "expert_padded":
@@ -128,17 +140,17 @@ def test_wide_types(order):
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    ("domain_rows", "order", "capacity", "implementation"),
+    ("domain_rows", "order", "capacity", "implementation", "by_counts"),
     [
-        (1, "rank", None, "ffi"),
-        (6, "rank", 16, "ffi"),
-        (1, "expert", 24, "ffi"),
-        (3, "expert", 24, "ffi"),
-        (6, "rank", 16, "xla"),
-        (1, "expert", 24, "xla"),
+        (1, "rank", None, "ffi", False),
+        (6, "rank", 16, "ffi", True),
+        (1, "expert", 24, "ffi", True),
+        (3, "expert", 24, "ffi", False),
+        (6, "rank", 16, "xla", False),
+        (1, "expert", 24, "xla", True),
     ],
 )
-def test_domain_capacity(domain_rows, order, capacity, implementation):
+def test_domain_capacity(domain_rows, order, capacity, implementation, by_counts):
     """What hop 1 drops is as if it had not been chosen, but counted at its receiver."""
     tokens, k, experts, per_domain = 12, 3, 4 * R, R // 2
     ids, weights = routing("sprinkled", R, tokens, k, experts), floats((R, tokens, k))
@@ -147,7 +159,7 @@ def test_domain_capacity(domain_rows, order, capacity, implementation):
     assert (left < 0).sum() > (np.stack([oracle.routed(one, experts) for one in ids]) < 0).sum()
     options = {"order": order, "capacity": capacity}
     rows = 2 * domain_rows + 1  # of both domains, and one that cannot be shared
-    by = {"domain_capacity": rows, "implementation": implementation}
+    by = {"domain_capacity": rows, "implementation": implementation, "by_counts": by_counts}
     got = dispatch(domains_of(per_domain), x, ids, weights, experts, **by, **options)
     want = dispatch(ranks(R), x, left, weights, experts, **options)
     wanted = oracle.rank_prefix_matrix(ids, experts, order)[-1]
@@ -167,10 +179,43 @@ def test_rows_are_quantised_before_they_travel(quantize, implementation):
     on, by = domains_of(R // 2), {"quantize": quantize, "implementation": implementation}
     got = dispatch(on, x, ids, None, 2 * R, **by)
     assert_same(got, dispatch(ranks(R), x, ids, None, 2 * R, quantize=quantize))
-    text = compiled(on, 2 * R, **by).lower(x.reshape(-1, 256), ids.reshape(-1, 2), None).as_text()
+    arguments = x.reshape(-1, 256), ids.reshape(-1, 2), None
+    text = compiled(on, 2 * R, by_counts=True, **by).lower(*arguments).as_text()
     between = [line for line in text.splitlines() if "all_to_all" in line and "x256x" in line]
     assert all("x256xui8" in line for line in between)
     assert not [line for line in text.splitlines() if "all_to_all" in line and "bf16" in line]
+
+
+@pytest.mark.one_jax
+@ALONE
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_few_tokens_cross_the_network_once(quantize):
+    """All of a dispatch in one exchange, all of a combine in another, and of both gradients."""
+    tokens, k, width = 5, 2, 256
+    ids, w = routing("sprinkled", R, tokens, k, 2 * R), floats((R, tokens, k))
+    x, on = floats((R, tokens, width), BF16), domains_of(R // 2)
+
+    def shard(x, ids, w):
+        def layer(x, w):
+            sent = jax_ep.dispatch(
+                x, ids, w, group=on.group, num_experts=2 * R, quantize=quantize and "fp8_dequantize"
+            )
+            return jax_ep.combine(sent.x, sent.handle, row_weights=sent.row_weights, quantize=quantize)
+
+        y, transposed = jax.vjp(layer, x, w)
+        return y, transposed(y)
+
+    flat = (array.reshape(-1, array.shape[-1]) for array in (x, ids, w))
+    text = jax.jit(on.map(shard)).lower(*flat).as_text()
+    exchanged = re.findall(r"all_to_all.*-> tensor<2x(\S+)>", text)
+    words, rows = lambda size: f"{tokens * size // 4}xi32", f"{tokens}x{width}xbf16"
+    packed, of_choices = width + 4 * width // 128, 4 * k  # bytes of a row in FP8; of the ids or weights
+    assert exchanged == [
+        words(2 * of_choices + (packed if quantize else 2 * width)),
+        words(packed) if quantize else rows,
+        rows,
+        words(2 * width + of_choices),
+    ]
 
 
 def test_num_valid_tokens_statistics_and_start_done():
@@ -264,7 +309,7 @@ def test_a_token_crosses_the_network_once_for_each_other_domain(domains, copies)
     def shard(x, ids):
         handle = jax_ep.dispatch(x, ids, group=on.group, num_experts=experts).handle
         backend = ffi.Ffi(handle.routing.ranks)
-        came = two_hops.send_to_domains(backend, handle.routing, handle.topk_idx, x).reshape(domains, tokens)
+        came = hop_1.send_to_domains(backend, handle.routing, handle.topk_idx, x).reshape(domains, tokens)
         layout = get_dispatch_layout(
             ids, num_experts=experts, num_ranks=size, ranks_per_domain=size // domains
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, assert_close, floats, ranks, routing, same_bits
+from cases import BF16, assert_close, few_choices_are_many, floats, ranks, routing, same_bits
 from devices import most_ranks, need_devices
 from jax.sharding import PartitionSpec as P
 from layers import dense, dense_gradients, inputs, layer
@@ -82,7 +82,8 @@ def results(on, x, ids, w, order, implementation="ffi", **options):
 
 
 @functools.cache
-def compiled(on, order, implementation, **options):
+def compiled(on, order, implementation, by_counts=False, **options):
+    """`by_counts`: as if there were many tokens."""
     experts = 4 * R
 
     def shard(x, ids, w):
@@ -101,25 +102,31 @@ def compiled(on, order, implementation, **options):
             )
             return jnp.sum(y**2) + jnp.sum(jnp.sin(again)) + jnp.sum(arrived**2), (y, again, arrived)
 
-        (_, out), gradients = jax.value_and_grad(layer, argnums=(0, 1), has_aux=True)(x, w)
+        with few_choices_are_many(by_counts):
+            (_, out), gradients = jax.value_and_grad(layer, argnums=(0, 1), has_aux=True)(x, w)
         return out, gradients
 
     return jax.jit(on.map(shard))
 
 
 @pytest.mark.parametrize(
-    ("per_domain", "order", "implementation"),
+    ("per_domain", "order", "implementation", "by_counts"),
     [
-        *((number, "expert", "ffi") for number in sorted({*PER_DOMAIN[:1], *LAST})),
-        *((number, order, "ffi") for number in MIDDLE for order in ("rank", "expert_padded")),
-        *((number, "expert", "xla") for number in MIDDLE),
+        *((number, "expert", "ffi", False) for number in sorted({*PER_DOMAIN[:1], *LAST})),
+        *((number, "expert", "ffi", True) for number in MIDDLE),
+        *(
+            (number, order, "ffi", order == "rank")
+            for number in MIDDLE
+            for order in ("rank", "expert_padded")
+        ),
+        *((number, "expert", "xla", False) for number in MIDDLE),
     ],
 )
-def test_a_layer_with_redispatch_and_gradients(per_domain, order, implementation):
+def test_a_layer_with_redispatch_and_gradients(per_domain, order, implementation, by_counts):
     tokens, k = 7, 3
     ids = routing("sprinkled", R, tokens, k, 4 * R)
     x, w = floats((R, tokens, 4)), floats((R, tokens, k))
-    got = results(domains_of(per_domain), x, ids, w, order, implementation)
+    got = results(domains_of(per_domain), x, ids, w, order, implementation, by_counts=by_counts)
     want = results(ranks(R), x, ids, w, order)
     (y, again, arrived), gradients = got
     assert same_bits(again, want[0][1])
@@ -128,13 +135,14 @@ def test_a_layer_with_redispatch_and_gradients(per_domain, order, implementation
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_what_hop_1_dropped():
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_gradients_of_what_hop_1_dropped(by_counts):
     """They are those of the layer whose routing has no such choices."""
     tokens, k, rows = 9, 3, 4
     ids = routing("sprinkled", R, tokens, k, 4 * R)
     x, w = floats((R, tokens, 4)), floats((R, tokens, k))
     left = oracle.dropped_by_hop_1(ids, 4 * R, R // 2, rows)
-    got = results(domains_of(R // 2), x, ids, w, "expert", domain_capacity=2 * rows)
+    got = results(domains_of(R // 2), x, ids, w, "expert", domain_capacity=2 * rows, by_counts=by_counts)
     want = results(ranks(R), x, left, w, "expert")
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -199,8 +207,8 @@ def test_in_a_scan_of_checkpoints(policy):
     remat = gradient(lambda body: jax.checkpoint(body, policy=policy))
     np.testing.assert_allclose(remat(x), gradient(lambda body: body)(x), rtol=1e-5, atol=1e-6)
     lowered = remat.lower(x).as_text()
-    # Forward a dispatch and a combine, backward their transposes; and without the policy both once more.
-    assert len(re.findall(r"@jax_ep_push\b", lowered)) == (3 if policy is None else 2)
+    # Forward a dispatch and a combine, backward their transposes; without the policy the dispatch once more.
+    assert len(re.findall(r"\ball_to_all\b", lowered)) == (5 if policy is None else 4)
     if R > 2:  # of two, hop 1 is between all
         # Whatever is kept for the backward pass, nothing goes from every rank to every other.
         compiled = remat.lower(x).compile().as_text()

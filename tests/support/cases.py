@@ -1,10 +1,12 @@
 """Routings and rows for the tests, and the ops run on all ranks at once."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import re
 from typing import Any
+from unittest import mock
 
 import devices
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._transport import hop_1
 
 BF16 = ml_dtypes.bfloat16
 FP8 = ml_dtypes.float8_e4m3fn
@@ -30,6 +33,12 @@ quantize = jax.jit(jax_ep.quantize_fp8, static_argnames=("block", "round_scale")
 dequantize = jax.jit(jax_ep.dequantize_fp8, static_argnames="dtype")
 
 ROUTINGS = ("uniform", "random", "zipf", "one_rank", "empty_experts", "sprinkled", "unused")
+
+
+def few_choices_are_many(are_many: bool = True) -> contextlib.AbstractContextManager[object]:
+    """While a program is traced: between domains, its ops go the way that they go for many tokens."""
+    most = -1 if are_many else hop_1.MOST_CHOICES_OF_ONE_EXCHANGE
+    return mock.patch.object(hop_1, "MOST_CHOICES_OF_ONE_EXCHANGE", most)
 
 
 def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int = 0) -> np.ndarray:

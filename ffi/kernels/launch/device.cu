@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "kernels/launch/device.h"
+#include "kernels/launches.h"
 #include "kernels/protocol/control.h"
 
 namespace jax_ep::cuda {
@@ -57,6 +58,13 @@ const Facts& FactsOf(int device) {
 }
 
 }  // namespace
+
+cudaError_t PreloadDevice() {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) (void)FactsOf(device);
+  return error;
+}
 
 Device DescribeDevice(bool plain_copies, bool force_bulk_path, int sm_budget) {
   int device = 0;

@@ -50,10 +50,11 @@ std::string LoadKernels(int64_t device) {
   static std::set<int64_t>* const loaded = new std::set<int64_t>;
   std::lock_guard<std::mutex> lock(*mutex);
   if (loaded->count(device) != 0) return "";
-  for (auto preload : {cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
-                       cuda::PreloadPullFp8, cuda::PreloadFewTokensPush, cuda::PreloadFewTokensPull,
-                       cuda::PreloadRepermute, cuda::PreloadUnpermute, cuda::PreloadQuantize,
-                       cuda::PreloadQuantizeGated, cuda::PreloadGroupedDot, cuda::PreloadGather}) {
+  for (auto preload :
+       {cuda::PreloadDevice, cuda::PreloadLayout, cuda::PreloadBalance, cuda::PreloadPush, cuda::PreloadPull,
+        cuda::PreloadPullFp8, cuda::PreloadFewTokensPush, cuda::PreloadFewTokensPull, cuda::PreloadRepermute,
+        cuda::PreloadUnpermute, cuda::PreloadQuantize, cuda::PreloadQuantizeGated, cuda::PreloadGroupedDot,
+        cuda::PreloadGather}) {
     const cudaError_t error = preload();
     if (error != cudaSuccess) return Failed("loading the kernels", device, error);
   }
