@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax_ep._transport.backend import LocalBackend
 from jax_ep._transport.collectives import rank
 from jax_ep._transport.hop_1 import without_dropped
-from jax_ep._transport.routing import Routing, block_sizes, fill_of_blocks
+from jax_ep._transport.routing import Routing, block_sizes, fill_of_blocks, owners
 
 
 class Destinations(NamedTuple):
@@ -101,11 +101,6 @@ def destinations_by_choices(
     sent_rows = sent_rows.reshape(ranks, routing.num_tokens, -1)
     mine = jax.lax.dynamic_index_in_dim(sent_rows, me, keepdims=False)
     return AllDestinations(ids, sent_rows, _destinations(routing, mine, rows_between, expert_counts, to_me))
-
-
-def owners(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the rank that has each expert, -1 if the choice is unused."""
-    return jnp.where(ids < 0, -1, ids // routing.num_local_experts)
 
 
 def _destinations(

@@ -12,34 +12,39 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_ep._checks import PyTree
 from jax_ep._rows.indexing import invert, take
 from jax_ep._transport.backend import DomainBackend
-from jax_ep._transport.routing import Handle, Routing
+from jax_ep._transport.routing import Handle, Routing, domains_of
 
 Tree = TypeVar("Tree")
 
+MOST_BYTES_OF_ONE_EXCHANGE = 32 << 20
+"""Most bytes of the arrays that cross the network together. Of few bytes, an exchange takes the network's
+latency, however few they are. Of many, the copy that joins the arrays needs memory without being faster."""
+
 MOST_CHOICES_OF_ONE_EXCHANGE = 1 << 16
-"""Most choices of all ranks of an op whose arrays cross the network together."""
+"""Most choices of all ranks that travel beside the rows of a dispatch. Each rank computes the destinations of
+all of them."""
 
 
-def makes_one_exchange(routing: Routing) -> bool:
-    """Returns whether all arrays of an op travel in one exchange, because the op has few tokens.
-
-    An exchange of few bytes takes the network's latency, however many bytes these are. For many tokens, the
-    copy that joins the arrays would need memory without being faster.
-    """
-    return routing.num_ranks * routing.num_tokens * routing.top_k <= MOST_CHOICES_OF_ONE_EXCHANGE
-
-
-def domain_of(routing: Routing, ids: jax.Array) -> jax.Array:
-    """Returns the domain of each expert, -1 if the choice is unused."""
-    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_domains))
+def makes_one_exchange(routing: Routing, payloads: PyTree) -> bool:
+    """Returns whether all arrays of a dispatch of payloads [T, ...] cross the network together."""
+    columns = max(routing.top_k, routing.rows_per_token)
+    of_choices = 4 * routing.num_tokens * routing.top_k
+    of_rows = routing.domain_rows * sum(
+        _bytes(array) // routing.num_tokens for array in jax.tree.leaves(payloads)
+    )
+    return (
+        routing.num_ranks * routing.num_tokens * columns <= MOST_CHOICES_OF_ONE_EXCHANGE
+        and routing.num_domains * (of_choices + of_rows) <= MOST_BYTES_OF_ONE_EXCHANGE
+    )
 
 
 def block_rows(routing: Routing, ids: jax.Array) -> jax.Array:
     """Returns [T, domains]: the row of each token in the block of each domain, -1 not sent or dropped."""
     numbers = jnp.arange(routing.num_domains, dtype=jnp.int32)[None, None]
-    is_sent = jnp.any(domain_of(routing, ids)[:, :, None] == numbers, axis=1)
+    is_sent = jnp.any(domains_of(routing, ids)[:, :, None] == numbers, axis=1)
     if routing.domain_rows == routing.num_tokens:
         rows = jnp.arange(routing.num_tokens, dtype=jnp.int32)[:, None]
         return jnp.where(is_sent, rows, -1)
@@ -62,7 +67,7 @@ def without_dropped(routing: Routing, ids: jax.Array) -> jax.Array:
     """Returns the ids [T, K], -1 also for choices on domains whose blocks are full."""
     if routing.domain_rows == routing.num_tokens:
         return ids
-    rows = jnp.take_along_axis(block_rows(routing, ids), jnp.maximum(domain_of(routing, ids), 0), axis=1)
+    rows = jnp.take_along_axis(block_rows(routing, ids), jnp.maximum(domains_of(routing, ids), 0), axis=1)
     return jnp.where(rows < 0, -1, ids)
 
 
@@ -73,7 +78,7 @@ def send_to_domains(outer: DomainBackend, routing: Routing, ids: jax.Array, arra
     """
     tokens = tokens_of_blocks(routing, ids)
     blocks = jax.tree.map(lambda array: take(array, tokens), arrays)
-    return rows_of_blocks(_exchange(outer, routing, blocks))
+    return rows_of_blocks(_exchange(outer, blocks))
 
 
 def take_back(outer: DomainBackend, handle: Handle, arrays: Tree) -> list[Tree]:
@@ -84,7 +89,7 @@ def take_back(outer: DomainBackend, handle: Handle, arrays: Tree) -> list[Tree]:
     routing = handle.routing
     shape = (routing.num_domains, routing.domain_rows)
     blocks = jax.tree.map(lambda array: array.reshape(*shape, *array.shape[1:]), arrays)
-    arrived, rows = _exchange(outer, routing, blocks), block_rows(routing, handle.topk_idx)
+    arrived, rows = _exchange(outer, blocks), block_rows(routing, handle.topk_idx)
     return [
         jax.tree.map(lambda array, d=d: take(array[d], rows[:, d]), arrived)
         for d in range(routing.num_domains)
@@ -107,10 +112,16 @@ def exchange_at_once(outer: DomainBackend, blocks: Tree) -> Tree:
     return jax.tree.unflatten(tree, arrived)
 
 
-def _exchange(outer: DomainBackend, routing: Routing, blocks: Tree) -> Tree:
-    if len(jax.tree.leaves(blocks)) > 1 and makes_one_exchange(routing):
+def _exchange(outer: DomainBackend, blocks: Tree) -> Tree:
+    """Sends block d of each array [domains, ...] to domain d, together if they are small."""
+    arrays = jax.tree.leaves(blocks)
+    if len(arrays) > 1 and sum(map(_bytes, arrays)) <= MOST_BYTES_OF_ONE_EXCHANGE:
         return exchange_at_once(outer, blocks)
     return jax.tree.map(outer.between_domains, blocks)
+
+
+def _bytes(array: jax.Array) -> int:
+    return array.size * array.dtype.itemsize
 
 
 def _as_words(blocks: jax.Array) -> jax.Array:

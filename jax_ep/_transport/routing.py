@@ -145,10 +145,21 @@ def placed_handle(
     return Handle(no_ids, sent_rows, no_counts, place_rows, None, None, routing)
 
 
+def owners(routing: Routing, ids: jax.Array) -> jax.Array:
+    """Returns the rank of each expert, -1 if the choice is unused."""
+    return jnp.where(ids < 0, -1, ids // routing.num_local_experts)
+
+
+def domains_of(routing: Routing, ids: jax.Array) -> jax.Array:
+    """Returns the domain of each expert, -1 if the choice is unused."""
+    return jnp.where(ids < 0, -1, ids // (routing.num_experts // routing.num_domains))
+
+
 def for_backward(handle: Handle) -> Handle:
     """Drops handle fields that the backward pass does not use, so that a scan does not store them.
 
-    Between domains the handle of hop 2 has the rows.
+    Between domains rows follow the handle of hop 2. The outer handle only says which domains tokens go to, so
+    its other arrays become empty.
     """
     if handle.within is None:
         return handle

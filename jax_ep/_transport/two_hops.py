@@ -28,9 +28,8 @@ from jax_ep._transport.destinations import (
     Destinations,
     destinations_by_choices,
     destinations_by_counts,
-    owners,
 )
-from jax_ep._transport.routing import Handle, Routing
+from jax_ep._transport.routing import Handle, Routing, domains_of, owners
 
 
 def all_to_all_within(inner: DomainBackend, blocks: jax.Array) -> jax.Array:
@@ -60,7 +59,7 @@ class Relayed(NamedTuple):
     def of(cls, routing: Routing, ids: jax.Array, rows: jax.Array) -> "Relayed":
         """Numbers the ids of all experts within this rank's domain."""
         here = domain(routing.ranks)
-        is_here = hop_1.domain_of(routing, ids) == here
+        is_here = domains_of(routing, ids) == here
         ids = jnp.where(is_here, ids - here * routing.within.num_experts, -1)
         return cls(ids, jnp.where(is_here, rows, -1) if routing.has_row_per_choice else rows)
 
@@ -86,11 +85,15 @@ class TwoHops:
         self, routing: Routing, topk_idx: jax.Array, sent: Push, attendance: Attendance = ALL_RANKS
     ) -> Routed:
         assert sent.packing is Packing.NONE
+        # There are three ways. Few tokens travel in one exchange with the choices of all, and then by a
+        # dispatch within the domain, or along a handle that each rank computes from the choices. Before many
+        # tokens, the counts of the choices and the destinations travel.
         ids = routed_experts(topk_idx, routing.num_experts)
-        at_once = hop_1.makes_one_exchange(routing)
-        if at_once and _numbers_rows_by_domain(routing):
-            return self._route_at_once(routing, ids, sent, attendance)
-        relay = self._relay_at_once if at_once else self._relay_by_counts
+        relay = self._relay_by_counts
+        if hop_1.makes_one_exchange(routing, (sent.leaves, sent.weights)):
+            if _can_dispatch_within(routing):
+                return self._dispatch_within(routing, ids, sent, attendance)
+            relay = self._relay_by_choices
         destinations, handle, relayed = relay(routing, ids, sent)
         assert handle.within is not None
         counts = (
@@ -110,19 +113,21 @@ class TwoHops:
         layout = self.inner.local.layout(arrived_idx, routing.num_local_experts, 1, 1)
         return Routed(moved[:-1], arrived_weights, arrived_idx, layout.num_tokens_per_expert, *counts)
 
-    def _route_at_once(self, routing: Routing, ids: jax.Array, sent: Push, attendance: Attendance) -> Routed:
-        """Makes a dispatch of one exchange between domains, and one dispatch within."""
-        choices, relayed = self._exchange_at_once(routing, ids, sent)
+    def _dispatch_within(
+        self, routing: Routing, ids: jax.Array, sent: Push, attendance: Attendance
+    ) -> Routed:
+        """Makes one exchange between domains, and a dispatch among the ranks of each."""
+        choices, relayed = self._exchange_with_choices(routing, ids, sent)
         domains, here = routing.num_domains, domain(routing.ranks)
         within = dataclasses.replace(routing.within, num_experts=routing.num_experts)
         # A choice of an expert by a token of domain d is one of the d-th part of its block.
         parts = (choices - here * routing.within.num_experts) * domains
         parts = parts + jnp.arange(domains, dtype=jnp.int32)[:, None, None]
-        parts = jnp.where(hop_1.domain_of(routing, choices) == here, parts, -1)
+        parts = jnp.where(domains_of(routing, choices) == here, parts, -1)
         arrived = self.inner.route(within, parts.reshape(-1, routing.top_k), relayed)
         whole = lambda counts: jnp.sum(counts.reshape(-1, domains), axis=1, dtype=jnp.int32)
-        # Programs that do not use the other arrays of the handle do not compute them. The barrier is for those
-        # that do: one communicating kernel at a time.
+        # Compiled programs that do not use the other arrays of the handle do not compute them. In those that
+        # do, the ranks exchange the choices after the dispatch.
         choices, _ = jax.lax.optimization_barrier((choices, arrived.num_tokens))
         choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
         destinations = destinations_by_choices(self.inner.local, routing, choices)
@@ -143,19 +148,19 @@ class TwoHops:
             handle=handle,
         )
 
-    def _relay_at_once(
+    def _relay_by_choices(
         self, routing: Routing, ids: jax.Array, sent: Push
     ) -> tuple[Destinations, Handle, Push]:
         """Makes the handle, and sends the tokens of a dispatch through hop 1, in one exchange.
 
-        Each rank then knows the choices of all tokens, and computes the destinations of all rows.
+        The choices travel with them, and each rank computes the destinations of all rows.
         """
-        choices, relayed = self._exchange_at_once(routing, ids, sent)
+        choices, relayed = self._exchange_with_choices(routing, ids, sent)
         choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
         destinations = destinations_by_choices(self.inner.local, routing, choices)
         return destinations.of_this_rank, _handle_by_choices(routing, destinations), relayed
 
-    def _exchange_at_once(self, routing: Routing, ids: jax.Array, sent: Push) -> tuple[jax.Array, Push]:
+    def _exchange_with_choices(self, routing: Routing, ids: jax.Array, sent: Push) -> tuple[jax.Array, Push]:
         """Sends the choices of all tokens to all domains, and each token to those that it chose.
 
         Returns the choices [domains, T, K], before drops, and the tokens [domains * rows of a block, ...].
@@ -274,7 +279,7 @@ class TwoHops:
             sums.append(total.astype(partial.dtype))
         weights = None
         if returned is not None:
-            domains = hop_1.domain_of(handle.routing, handle.topk_idx)
+            domains = domains_of(handle.routing, handle.topk_idx)
             weights = jnp.zeros_like(returned, shape=domains.shape)
             for number, (_, part) in enumerate(of_domains):
                 weights = jnp.where(domains == number, cast("jax.Array", part), weights)
@@ -322,25 +327,21 @@ def _handle_by_choices(routing: Routing, destinations: AllDestinations) -> Handl
     per_domain = routing.ranks.ranks_per_domain
     shape = (routing.num_domains, per_domain)
     ids, rows = destinations.ids, destinations.sent_rows
-    received_within = None
     if not routing.has_row_per_choice:  # those of this domain's ranks
         rows = jax.lax.dynamic_slice_in_dim(rows, here * per_domain, per_domain, axis=2)
+    # The tokens that each rank sends to this domain.
     tokens = jax.vmap(lambda of_rank: hop_1.tokens_of_blocks(routing, of_rank))(ids)
     tokens = jnp.take(tokens, here, axis=1)
-    to_domain = Relayed.of(
-        routing, *(jax.vmap(_take_or_none)(array, tokens) for array in (ids, rows))
-    )  # the tokens that each rank sends to this domain
+    ids_here, rows_here = (jax.vmap(_take_or_none)(array, tokens) for array in (ids, rows))
+    to_domain = Relayed.of(routing, ids_here, rows_here)
+    by_relay = lambda array: array.reshape(*shape, -1, array.shape[-1]).swapaxes(0, 1)
+    received_within = None
     if routing.has_row_per_choice:
         is_mine = owners(routing.within, to_domain.ids) == me % per_domain
-        received_within = jnp.where(is_mine, to_domain.rows, -1).reshape(*shape, -1).swapaxes(0, 1)
-        received_within = received_within.reshape(-1, routing.top_k)
+        received_within = by_relay(jnp.where(is_mine, to_domain.rows, -1)).reshape(-1, routing.top_k)
+    # Those that this rank relays.
     relayed = Relayed(
-        *(
-            jnp.take(array.reshape(*shape, *array.shape[1:]), me % per_domain, axis=1).reshape(
-                -1, array.shape[-1]
-            )
-            for array in to_domain
-        )
+        *(jax.lax.collapse(jnp.take(by_relay(array), me % per_domain, axis=0), 0, 2) for array in to_domain)
     )
     mine = jax.lax.dynamic_index_in_dim(ids, me, keepdims=False)
     received = _received_rows(routing, destinations)
@@ -355,12 +356,12 @@ def _received_rows(routing: Routing, destinations: AllDestinations) -> jax.Array
     return jnp.where(is_mine, destinations.sent_rows, -1).reshape(-1, routing.top_k)
 
 
-def _numbers_rows_by_domain(routing: Routing) -> bool:
+def _can_dispatch_within(routing: Routing) -> bool:
     """Returns whether a dispatch within a domain can put rows where a single hop would.
 
-    It has an expert's rows in the order of the ranks that relay them. So each expert counts as several, one
-    for the tokens of each domain, whose blocks must follow one another without padding. And no row may be
-    dropped before it.
+    It orders an expert's rows by the ranks that relay them. So each expert counts as several, one for the
+    tokens of each domain. Their blocks must follow one another without padding, and hop 1 may drop no token,
+    because it would not be counted.
     """
     is_dense = routing.order == "expert" and routing.expert_alignment == 1
     return is_dense and routing.domain_rows == routing.num_tokens

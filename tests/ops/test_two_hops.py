@@ -24,7 +24,7 @@ from cases import (
     tagged_rows,
     weights_of,
 )
-from devices import flags_of_processes, make_mesh, most_ranks
+from devices import flags_of_processes, make_mesh, most_ranks, need_devices
 from processes import num_processes
 
 import jax_ep
@@ -32,6 +32,7 @@ from jax_ep import _extension
 from jax_ep._group.group import ranks_of
 from jax_ep._ops.layout import get_dispatch_layout
 from jax_ep._transport import ffi, hop_1
+from jax_ep._transport.routing import Routing
 
 R = most_ranks()
 PER_DOMAIN = [n for n in (1, 2, 4) if n < R]
@@ -105,7 +106,7 @@ CASES = [
             for by_counts in (False, True)
             if PER_DOMAIN and (i != 2 or by_counts)
         ),
-        *((*CASES[i], PER_DOMAIN[i % len(PER_DOMAIN)], "xla", i == 2) for i in (1, 2, 4) if PER_DOMAIN),
+        *((*CASES[i], PER_DOMAIN[i % len(PER_DOMAIN)], "xla", i == 4) for i in (1, 2, 4) if PER_DOMAIN),
     ],
 )
 def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, implementation, by_counts):
@@ -182,8 +183,37 @@ def test_rows_are_quantised_before_they_travel(quantize, implementation):
     arguments = x.reshape(-1, 256), ids.reshape(-1, 2), None
     text = compiled(on, 2 * R, by_counts=True, **by).lower(*arguments).as_text()
     between = [line for line in text.splitlines() if "all_to_all" in line and "x256x" in line]
+    assert between
     assert all("x256xui8" in line for line in between)
     assert not [line for line in text.splitlines() if "all_to_all" in line and "bf16" in line]
+
+
+@ALONE
+@pytest.mark.parametrize(
+    ("order", "tokens", "top_k", "width", "at_once"),
+    [
+        ("expert", 4096, 4, 1, True),  # 65536 choices of all ranks
+        ("expert", 4097, 4, 1, False),
+        ("rank", 4096, 1, 1, True),  # and as many destinations
+        ("rank", 4097, 1, 1, False),
+        ("expert", 512, 8, 8176, True),  # 32 MiB with the choices and weights
+        ("expert", 512, 8, 8177, False),
+    ],
+)
+def test_what_few_tokens_are(order, tokens, top_k, width, at_once):
+    need_devices(4)
+    of_routing = Routing(
+        ranks=ranks_of(domains_of(2, 4).group),
+        order=order,
+        num_tokens=tokens,
+        top_k=top_k,
+        num_experts=8,
+        capacity=1,
+        expert_alignment=1,
+        domain_rows=tokens,
+    )
+    x, weights = (jax.ShapeDtypeStruct((tokens, n), np.float32) for n in (width, top_k))
+    assert hop_1.makes_one_exchange(of_routing, (x, weights)) == at_once
 
 
 @pytest.mark.one_jax

@@ -37,8 +37,8 @@ ROUTINGS = ("uniform", "random", "zipf", "one_rank", "empty_experts", "sprinkled
 
 def few_choices_are_many(are_many: bool = True) -> contextlib.AbstractContextManager[object]:
     """While a program is traced: between domains, its ops go the way that they go for many tokens."""
-    most = -1 if are_many else hop_1.MOST_CHOICES_OF_ONE_EXCHANGE
-    return mock.patch.object(hop_1, "MOST_CHOICES_OF_ONE_EXCHANGE", most)
+    most = -1 if are_many else hop_1.MOST_BYTES_OF_ONE_EXCHANGE
+    return mock.patch.object(hop_1, "MOST_BYTES_OF_ONE_EXCHANGE", most)
 
 
 def routing(kind: str, ranks: int, tokens: int, k: int, experts: int, seed: int = 0) -> np.ndarray:
