@@ -158,7 +158,10 @@ class TwoHops:
         choices, relayed = self._exchange_with_choices(routing, ids, sent)
         choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
         destinations = destinations_by_choices(self.inner.local, routing, choices)
-        return destinations.of_this_rank, _handle_by_choices(routing, destinations), relayed
+        # Of this rank's choices the handle has the present ones, because those that arrive are -1 after a
+        # failed exchange. A combine would then find nothing to take back, and return zeros.
+        ids = hop_1.without_dropped(routing, ids)
+        return destinations.of_this_rank, _handle_by_choices(routing, ids, destinations), relayed
 
     def _exchange_with_choices(self, routing: Routing, ids: jax.Array, sent: Push) -> tuple[jax.Array, Push]:
         """Sends the choices of all tokens to all domains, and each token to those that it chose.
@@ -321,8 +324,8 @@ def _make_handle(
     return Handle(ids, destinations.sent_rows, prefix, counts, received, inner, routing)
 
 
-def _handle_by_choices(routing: Routing, destinations: AllDestinations) -> Handle:
-    """Makes the handle of both hops from what each rank knows of all ranks' tokens."""
+def _handle_by_choices(routing: Routing, my_ids: jax.Array, destinations: AllDestinations) -> Handle:
+    """Makes the handle of both hops from this rank's choices, and what it knows of all ranks' tokens."""
     me, here = rank(routing.ranks), domain(routing.ranks)
     per_domain = routing.ranks.ranks_per_domain
     shape = (routing.num_domains, per_domain)
@@ -343,9 +346,8 @@ def _handle_by_choices(routing: Routing, destinations: AllDestinations) -> Handl
     relayed = Relayed(
         *(jax.lax.collapse(jnp.take(by_relay(array), me % per_domain, axis=0), 0, 2) for array in to_domain)
     )
-    mine = jax.lax.dynamic_index_in_dim(ids, me, keepdims=False)
     received = _received_rows(routing, destinations)
-    return _make_handle(routing, mine, destinations.of_this_rank, relayed, received, received_within)
+    return _make_handle(routing, my_ids, destinations.of_this_rank, relayed, received, received_within)
 
 
 def _received_rows(routing: Routing, destinations: AllDestinations) -> jax.Array | None:

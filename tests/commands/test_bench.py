@@ -163,20 +163,22 @@ def test_no_step_is_merged_or_dropped(op, order):
 
 @pytest.mark.usefixtures("two_devices")
 @pytest.mark.parametrize(
-    ("op", "order"),
-    [("dispatch", "expert"), ("dispatch FP8", "rank"), ("combine", "rank"), ("round trip", "expert")],
+    ("op", "order", "steps"),
+    [
+        ("dispatch", "expert", {"route": 3}),
+        ("dispatch FP8", "rank", {"route": 3, "push": 3}),  # choices to the ranks of a domain, and rows
+        ("combine", "rank", {"route": 1, "push": 1, "pull": 3}),
+        ("round trip", "expert", {"route": 3, "pull": 3}),
+    ],
 )
-def test_no_step_of_two_hops_is_merged_or_dropped(op, order):
+def test_no_step_of_two_hops_is_merged_or_dropped(op, order, steps):
     with jax_ep.Group(make_mesh((R,), ("ep",)), "ep", ranks_per_domain=R // 2) as group:
         shape = dataclasses.replace(SHAPE, hidden=128)
         prepare = programs.of_ours(op, order, group, shape, "ffi")
         repeated = programs.repeated(make_mesh((R,), ("ep",)), prepare, 3)
         arguments = floats((R * 12, 128)), route("uniform", SHAPE, R), np.ones((R * 12, 3), np.float32)
         calls = count_calls(repeated.lower(*arguments).compile().as_text())
-        assert {name: calls.get(name, 0) for name in ("push", "pull")} == {
-            "push": 1 if op == "combine" else 3,
-            "pull": 3 if op in ("combine", "round trip") else 0,
-        }
+        assert {name: calls[name] for name in ("route", "push", "pull") if name in calls} == steps
 
 
 @pytest.mark.parametrize("per_domain", [1, 2])
