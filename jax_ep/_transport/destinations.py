@@ -29,7 +29,7 @@ class Destinations(NamedTuple):
 
 
 class AllDestinations(NamedTuple):
-    """The same of the rows of all ranks' tokens."""
+    """Destinations of the rows of all ranks' tokens."""
 
     ids: jax.Array  # [R, T, K] the choices that hop 1 has not dropped
     sent_rows: jax.Array  # [R, T, R] by rank, [R, T, K] by expert

@@ -29,7 +29,10 @@ all of them."""
 
 
 def makes_one_exchange(routing: Routing, payloads: PyTree) -> bool:
-    """Returns whether all arrays of a dispatch of payloads [T, ...] cross the network together."""
+    """Returns whether all arrays of a dispatch of payloads [T, ...] cross the network together.
+
+    By rank, a token counts as a choice for each rank, because it has a destination for each.
+    """
     columns = max(routing.top_k, routing.rows_per_token)
     of_choices = 4 * routing.num_tokens * routing.top_k
     of_rows = routing.domain_rows * sum(

@@ -117,7 +117,7 @@ class TwoHops:
         self, routing: Routing, ids: jax.Array, sent: Push, attendance: Attendance
     ) -> Routed:
         """Makes one exchange between domains, and a dispatch among the ranks of each."""
-        choices, relayed = self._exchange_with_choices(routing, ids, sent)
+        choices, relayed = self._exchange_with_choices(routing, ids, ids, sent)
         domains, here = routing.num_domains, domain(routing.ranks)
         within = dataclasses.replace(routing.within, num_experts=routing.num_experts)
         # A choice of an expert by a token of domain d is one of the d-th part of its block.
@@ -131,15 +131,9 @@ class TwoHops:
         choices, _ = jax.lax.optimization_barrier((choices, arrived.num_tokens))
         choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
         destinations = destinations_by_choices(self.inner.local, routing, choices)
-        handle = Handle(
-            ids,
-            destinations.of_this_rank.sent_rows,
-            jnp.cumsum(destinations.of_this_rank.rows_between, axis=0, dtype=jnp.int32),
-            whole(arrived.handle.expert_counts),
-            _received_rows(routing, destinations),
-            arrived.handle,
-            routing,
-        )
+        of_this_rank = destinations.of_this_rank._replace(expert_counts=whole(arrived.handle.expert_counts))
+        received = _received_rows(routing, destinations)
+        handle = _outer_handle(routing, ids, of_this_rank, received, arrived.handle)
         assert arrived.group_sizes is not None
         return arrived._replace(
             tokens_per_expert=whole(arrived.tokens_per_expert),
@@ -149,27 +143,29 @@ class TwoHops:
         )
 
     def _relay_by_choices(
-        self, routing: Routing, ids: jax.Array, sent: Push
+        self, routing: Routing, ids_before_drops: jax.Array, sent: Push
     ) -> tuple[Destinations, Handle, Push]:
         """Makes the handle, and sends the tokens of a dispatch through hop 1, in one exchange.
 
         The choices travel with them, and each rank computes the destinations of all rows.
         """
-        choices, relayed = self._exchange_with_choices(routing, ids, sent)
+        ids = hop_1.without_dropped(routing, ids_before_drops)
+        choices, relayed = self._exchange_with_choices(routing, ids, ids_before_drops, sent)
         choices = self._gather_in_domain(choices).reshape(-1, *ids.shape)
         destinations = destinations_by_choices(self.inner.local, routing, choices)
-        # Of this rank's choices the handle has the present ones, because those that arrive are -1 after a
-        # failed exchange. A combine would then find nothing to take back, and return zeros.
-        ids = hop_1.without_dropped(routing, ids)
+        # The handle has this rank's own choices. Those that arrive are -1 after a failed exchange, and with
+        # them a combine would find nothing to take back, and return zeros.
         return destinations.of_this_rank, _handle_by_choices(routing, ids, destinations), relayed
 
-    def _exchange_with_choices(self, routing: Routing, ids: jax.Array, sent: Push) -> tuple[jax.Array, Push]:
+    def _exchange_with_choices(
+        self, routing: Routing, ids: jax.Array, ids_before_drops: jax.Array, sent: Push
+    ) -> tuple[jax.Array, Push]:
         """Sends the choices of all tokens to all domains, and each token to those that it chose.
 
         Returns the choices [domains, T, K], before drops, and the tokens [domains * rows of a block, ...].
         """
-        tokens = hop_1.tokens_of_blocks(routing, hop_1.without_dropped(routing, ids))
-        choices = jnp.broadcast_to(ids, (routing.num_domains, *ids.shape))
+        tokens = hop_1.tokens_of_blocks(routing, ids)
+        choices = jnp.broadcast_to(ids_before_drops, (routing.num_domains, *ids.shape))
         blocks = jax.tree.map(lambda array: take(array, tokens), (sent.leaves, sent.weights))
         choices, blocks = hop_1.exchange_at_once(self.outer, (choices, blocks))
         leaves, weights = hop_1.rows_of_blocks(blocks)
@@ -317,11 +313,22 @@ def _make_handle(
     shape = (domains, within.num_ranks)
     between = destinations.rows_between.reshape(*shape, *shape)
     between = jnp.sum(jnp.take(between, domain(routing.ranks), axis=2), axis=0, dtype=jnp.int32)
-    prefix_within = jnp.cumsum(between, axis=0, dtype=jnp.int32)
+    prefix = jnp.cumsum(between, axis=0, dtype=jnp.int32)
+    counts = destinations.expert_counts
+    inner = Handle(relayed.ids, relayed.rows, prefix, counts, received_within, None, within)
+    return _outer_handle(routing, ids, destinations, received, inner)
+
+
+def _outer_handle(
+    routing: Routing,
+    ids: jax.Array,
+    destinations: Destinations,
+    received: jax.Array | None,
+    within: Handle,
+) -> Handle:
     prefix = jnp.cumsum(destinations.rows_between, axis=0, dtype=jnp.int32)
     counts = destinations.expert_counts
-    inner = Handle(relayed.ids, relayed.rows, prefix_within, counts, received_within, None, within)
-    return Handle(ids, destinations.sent_rows, prefix, counts, received, inner, routing)
+    return Handle(ids, destinations.sent_rows, prefix, counts, received, within, routing)
 
 
 def _handle_by_choices(routing: Routing, my_ids: jax.Array, destinations: AllDestinations) -> Handle:

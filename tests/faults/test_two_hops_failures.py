@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import few_choices_are_many, floats, ranks, routing, weights_of
+from cases import few_tokens_as_many, floats, ranks, routing, weights_of
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -80,7 +80,7 @@ def test_no_rank_has_rows_that_are_wrong(order, by_counts, monkeypatch):
             rows = sent.row_weights if order == "expert_padded" else sent.x
             return jax_ep.combine(jnp.tanh(sent.x), sent.handle, row_weights=row_weights), rows
 
-        with few_choices_are_many(by_counts):
+        with few_tokens_as_many(by_counts):
             y, transposed, rows = jax.vjp(layer, x, w, has_aux=True)
             return y, rows, transposed(jnp.cos(y))
 

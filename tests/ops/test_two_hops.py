@@ -16,7 +16,7 @@ import oracle
 import pytest
 from cases import (
     BF16,
-    few_choices_are_many,
+    few_tokens_as_many,
     floats,
     ranks,
     routing,
@@ -59,7 +59,7 @@ def compiled(on, experts, by_counts=False, **options):
     """Returns a dispatch that tests of other routings share. `by_counts`: as if there were many tokens."""
 
     def shard(x, ids, weights):
-        with few_choices_are_many(by_counts):
+        with few_tokens_as_many(by_counts):
             return jax_ep.dispatch(x, ids, weights, group=on.group, num_experts=experts, **options)
 
     return jax.jit(on.map(shard))
@@ -110,7 +110,7 @@ CASES = [
     ],
 )
 def test_dispatch_is_that_of_one_hop(order, capacity, alignment, per_domain, implementation, by_counts):
-    """Rows, weights, counts, drops and every array of the handle, by the oracle too."""
+    """Rows, weights, counts, drops and the handle's arrays but those of hop 2, by the oracle too."""
     tokens, k, experts = 13, 3, 4 * R
     weights = floats((R, tokens, k))
     x = tagged_rows(R, tokens, 6, BF16)  # any bits: NaN too
@@ -220,7 +220,7 @@ def test_what_few_tokens_are(order, tokens, top_k, width, at_once):
 @ALONE
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_few_tokens_cross_the_network_once(quantize):
-    """All of a dispatch in one exchange, all of a combine in another, and of both gradients."""
+    """One exchange for a dispatch, one for a combine, and one for the gradient of each."""
     tokens, k, width = 5, 2, 256
     ids, w = routing("sprinkled", R, tokens, k, 2 * R), floats((R, tokens, k))
     x, on = floats((R, tokens, width), BF16), domains_of(R // 2)

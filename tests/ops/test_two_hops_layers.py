@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import BF16, assert_close, few_choices_are_many, floats, ranks, routing, same_bits
+from cases import BF16, assert_close, few_tokens_as_many, floats, ranks, routing, same_bits
 from devices import most_ranks, need_devices
 from jax.sharding import PartitionSpec as P
 from layers import dense, dense_gradients, inputs, layer
@@ -102,7 +102,7 @@ def compiled(on, order, implementation, by_counts=False, **options):
             )
             return jnp.sum(y**2) + jnp.sum(jnp.sin(again)) + jnp.sum(arrived**2), (y, again, arrived)
 
-        with few_choices_are_many(by_counts):
+        with few_tokens_as_many(by_counts):
             (_, out), gradients = jax.value_and_grad(layer, argnums=(0, 1), has_aux=True)(x, w)
         return out, gradients
 

@@ -35,9 +35,9 @@ dequantize = jax.jit(jax_ep.dequantize_fp8, static_argnames="dtype")
 ROUTINGS = ("uniform", "random", "zipf", "one_rank", "empty_experts", "sprinkled", "unused")
 
 
-def few_choices_are_many(are_many: bool = True) -> contextlib.AbstractContextManager[object]:
-    """While a program is traced: between domains, its ops go the way that they go for many tokens."""
-    most = -1 if are_many else hop_1.MOST_BYTES_OF_ONE_EXCHANGE
+def few_tokens_as_many(as_many: bool) -> contextlib.AbstractContextManager[object]:
+    """While a program is traced: few tokens between domains go the way of many, if `as_many`."""
+    most = -1 if as_many else hop_1.MOST_BYTES_OF_ONE_EXCHANGE
     return mock.patch.object(hop_1, "MOST_BYTES_OF_ONE_EXCHANGE", most)
 
 
