@@ -3,8 +3,8 @@
     python examples/multi_process.py --start 4     # starts four processes, each with a share of the GPUs;
                                                    # with fewer than four GPUs, processes share a GPU;
                                                    # without GPUs, each has a share of 8 CPU devices
-    srun --ntasks 4 --gpus-per-task 1 python examples/multi_process.py
-    mpirun -n 4 python examples/multi_process.py
+    srun --ntasks 4 --gpus-per-node 4 python examples/multi_process.py
+    mpirun -n 4 python examples/multi_process.py --mpi
 
 Only `jax.distributed` and the creation of arrays depend on the number of processes.
 """
@@ -125,14 +125,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--start", type=int, metavar="N", help="start N processes on this host")
     parser.add_argument("--join", nargs=3, metavar=("ADDRESS", "N", "PROCESS"), help=argparse.SUPPRESS)
+    parser.add_argument("--mpi", action="store_true", help="join the other processes of mpirun, by mpi4py")
     options = parser.parse_args()
     if options.start:
         return start(options.start)
     if options.join:
         address, count, process = options.join
-        jax.distributed.initialize(address, int(count), int(process))
+        # With all devices that this process sees; in a job of Slurm, JAX would otherwise take only one.
+        jax.distributed.initialize(address, int(count), int(process), cluster_detection_method="deactivate")
     else:
-        jax.distributed.initialize()  # reads its arguments from SLURM or Open MPI
+        jax.distributed.initialize(cluster_detection_method="mpi4py" if options.mpi else None)
     train_step()
     jax.distributed.shutdown()  # waits for the others, which still need the first process
     return 0

@@ -171,4 +171,7 @@ def describe() -> str:
     version, error = _usable_nccl(module, _extension.reason_against_ffi("gpu"))
     if error:
         return f"XLA's collectives, because {error}"
-    return f"NCCL {version}'s device API if it finds a network that it supports, otherwise XLA's collectives"
+    return (
+        f"NCCL {version}'s device API if it finds a network that it supports (never executed on one), "
+        "otherwise XLA's collectives"
+    )

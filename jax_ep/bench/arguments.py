@@ -3,11 +3,9 @@
 import argparse
 from pathlib import Path
 
-import jax
-
 from jax_ep.bench.routings import ROUTINGS
 from jax_ep.bench.shapes import MOST_PADDED_TOKENS, SHAPES
-from jax_ep.command.options import output_file, set_up_virtual_devices
+from jax_ep.command.options import join_others, output_file, set_up_virtual_devices
 
 ORDERS = ("rank", "expert", "expert_padded")
 PARTS = ("communication", "layer", "products", "skew", "model", "decode")
@@ -157,7 +155,6 @@ def set_up_devices(options: argparse.Namespace) -> None:
     if options.from_json and not options.plot:
         raise SystemExit("bench: --from-json needs the file to draw to; pass --plot")
     if options.join:
-        address, process = options.join
-        jax.distributed.initialize(address, options.processes, int(process))
+        join_others(options)
         return
     set_up_virtual_devices(options.devices or 8)

@@ -24,7 +24,7 @@ from jax_ep._group import connections, cpu_threads, nccl
 from jax_ep._group.group import Group
 from jax_ep.command import self_test
 from jax_ep.command.info import cuda_majors, cuda_report, labeled, mesh_of, version
-from jax_ep.command.options import set_up_virtual_devices
+from jax_ep.command.options import join_others, set_up_virtual_devices
 
 # Longest time of one check, in seconds. A check may include compilations and the start of CUDA.
 LIMIT_S = 180.0
@@ -66,8 +66,7 @@ def set_up_devices(options: argparse.Namespace) -> None:
     if options.devices or not is_set:
         set_up_virtual_devices(options.devices or 4)
     if options.join:
-        address, process = options.join
-        jax.distributed.initialize(address, options.processes, int(process))
+        join_others(options)
 
 
 def _versions(devices: Sequence[Any]) -> Iterator[Finding]:

@@ -43,6 +43,15 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+def join_others(options: argparse.Namespace) -> None:
+    """Joins the other processes of `run_all`, with all devices that this one sees."""
+    address, process = options.join
+    # In a job of Slurm or Open MPI, JAX would otherwise give this process a single device.
+    jax.distributed.initialize(
+        address, options.processes, int(process), cluster_detection_method="deactivate"
+    )
+
+
 def run_all(environments: list[dict[str, str]]) -> int:
     """Runs this command again in one process per environment, and returns the largest exit status.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep.command.options import set_up_virtual_devices
+from jax_ep.command.options import join_others, set_up_virtual_devices
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -71,5 +71,4 @@ def set_up_devices(options: argparse.Namespace) -> None:
         )
     set_up_virtual_devices(options.devices // options.processes)
     if options.join:
-        address, process = options.join
-        jax.distributed.initialize(address, options.processes, int(process))
+        join_others(options)

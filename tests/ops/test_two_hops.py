@@ -360,7 +360,7 @@ def test_a_token_crosses_the_network_once_for_each_other_domain(domains, copies)
 @pytest.mark.slow
 @ALONE
 @pytest.mark.parametrize(("size", "per_domain", "experts"), [(64, 8, 128), (256, 16, 512)])
-def test_more_ranks_than_a_host_has(size, per_domain, experts):
+def test_more_ranks_than_a_domain_has(size, per_domain, experts):
     """In a process of its own, which has as many devices."""
     worker = pathlib.Path(__file__).parents[1] / "support" / "many_ranks_worker.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": flags_of_processes()}
