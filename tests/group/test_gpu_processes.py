@@ -193,6 +193,7 @@ def test_death_of_a_process(hosts):
     for output in outputs[:-1]:
         seconds, text = re.search(r"after ([\d.]+) s: (.*)", output).groups()
         assert re.search(rf"rank\(s\) {count - 1} did not arrive in time", text)
+        assert f"\njax_ep: {text}\n" in output
         assert float(seconds) < 10
 
 

@@ -119,6 +119,7 @@ def say_what_a_death_does():
         group.check()
     except jax_ep.PeerTimeoutError as error:
         print(f"after {time.monotonic() - begin:.1f} s: {error}", flush=True)
+    time.sleep(2)  # then stderr has the error, too
     os._exit(0)  # jax.distributed would wait for the dead
 
 

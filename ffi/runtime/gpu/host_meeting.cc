@@ -152,7 +152,6 @@ class HostMeeting::PeerWait {
   static constexpr char kRefused[] = ". No rank has launched this call";
 
  private:
-  static constexpr std::chrono::seconds kCauseDelay{1};
   static constexpr char kSameOrder[] = "Every rank must reach the same ops in the same order";
   static constexpr char kTakeTurns[] =
       ". If several threads run programs of this group, let them take turns, in an order that is the same in "

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,6 +30,9 @@
 #include "runtime/processes.h"
 
 namespace jax_ep {
+
+// Time in which the cause of a failure is known, after the first rank has given up.
+constexpr std::chrono::seconds kCauseDelay{1};
 
 class HostMeeting {
  public:

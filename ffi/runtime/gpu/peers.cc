@@ -184,6 +184,8 @@ HostMeeting::Hooks DevicePeers::HooksFor(int group) const {
 }
 
 void DevicePeers::Tick() {
+  const auto now = std::chrono::steady_clock::now();
+  bool has_failed = false;
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (ranks_[i].device < 0) continue;
     RankSet ended{};
@@ -195,8 +197,8 @@ void DevicePeers::Tick() {
       __atomic_store_n(&reports_[i].gone.words[word], ended.words[word], __ATOMIC_RELEASE);
     }
     const auto phase = static_cast<Phase>(__atomic_load_n(&reports_[i].phase, __ATOMIC_ACQUIRE));
+    has_failed |= phase != Phase::kNone;
     if (phase != Phase::kStuck) continue;
-    const auto now = std::chrono::steady_clock::now();
     if (!reported_at_) {
       reported_at_ = now;
       std::fprintf(stderr, "jax_ep: %s\n", Describe(reports_[i], static_cast<int>(i)).c_str());
@@ -205,6 +207,15 @@ void DevicePeers::Tick() {
                    kEndsAfterSeconds);
       std::_Exit(1);
     }
+  }
+  if (!has_failed) {
+    failed_at_.reset();
+    is_told_ = false;
+  } else if (!failed_at_) {
+    failed_at_ = now;
+  } else if (!is_told_ && !reported_at_ && now - *failed_at_ > kCauseDelay) {
+    is_told_ = true;
+    std::fprintf(stderr, "jax_ep: %s\n", DescribeFailure().c_str());
   }
 }
 

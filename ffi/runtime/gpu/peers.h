@@ -71,8 +71,10 @@ class DevicePeers {
   // Delays each op of a rank before it enters or inside. For tests, in processes with JAX_EP_STRESS_US.
   void Stall(int rank_index, Phase phase, double seconds);
 
-  // Reports processes that have ended to the kernels, and a GPU that was stopped to the user. Ends this
-  // process some time after that, because JAX may wait forever for results of that GPU.
+  // Reports processes that have ended to the kernels. Reports a failed op to the user, because the program
+  // that would raise its error may wait for the missing rank in a collective of JAX. Reports a GPU that was
+  // stopped, and ends this process some time after that, because JAX may wait forever for results of that
+  // GPU.
   void Tick();
 
  private:
@@ -85,8 +87,10 @@ class DevicePeers {
   std::vector<Region> regions_;  // of each rank of this process, if the group spans several processes
   Report* reports_ = nullptr;    // [ranks], in host memory mapped to the devices
   std::unique_ptr<HostMeeting> host_meeting_;
-  // Time when a stopped GPU was reported to the user. Used by the watching thread only.
-  std::optional<std::chrono::steady_clock::time_point> reported_at_;
+  // Times when a failed op was found, and when a stopped GPU was reported to the user. Used by the watching
+  // thread only.
+  std::optional<std::chrono::steady_clock::time_point> failed_at_, reported_at_;
+  bool is_told_ = false;      // the user, of the failed op
   mutable std::mutex mutex_;  // guards the members below
   std::string name_;
   std::map<uint32_t, std::string> calls_;  // by hash
