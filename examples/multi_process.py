@@ -71,7 +71,9 @@ def start(count: int) -> int:
     for process, share in enumerate(shares(count)):
         command = [sys.executable, __file__, "--join", address, str(count), str(process)]
         output = subprocess.PIPE if process == 0 else subprocess.DEVNULL
-        workers.append(subprocess.Popen(command, env=os.environ | share, stdout=output, text=True))
+        environment = os.environ | share
+        environment.pop("JAX_LOCAL_DEVICE_IDS", None)  # it counts the GPUs of another process
+        workers.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
     for line in workers[0].stdout:
         if not line.startswith("[Gloo]"):  # Gloo prints its connections
             print(line, end="", flush=True)

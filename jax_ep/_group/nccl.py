@@ -172,6 +172,6 @@ def describe() -> str:
     if error:
         return f"XLA's collectives, because {error}"
     return (
-        f"NCCL {version}'s device API if it finds a network that it supports (never executed on one), "
+        f"NCCL {version}'s device API if it finds a network that it supports (never executed on a real one), "
         "otherwise XLA's collectives"
     )

@@ -62,7 +62,9 @@ def run_all(environments: list[dict[str, str]]) -> int:
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for process, variables in enumerate(environments):
         command = [*python, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
-        workers.append(subprocess.Popen(command, env=os.environ | variables))
+        environment = os.environ | variables
+        environment.pop("JAX_LOCAL_DEVICE_IDS", None)  # it counts the GPUs of another process
+        workers.append(subprocess.Popen(command, env=environment))
     try:
         return max(worker.wait() for worker in workers)
     finally:

@@ -304,7 +304,7 @@ def main(rank):
         require_named(again, lost)
         client.wait_at_barrier("done", 100_000, [other for other in range(one.ranks) if other != lost])
     sys.stdout.flush()
-    time.sleep(5 if rank == 0 else 0)  # without JAX's coordinator, which it is, the others would abort
+    time.sleep(5 if rank == 0 else 0)  # it runs JAX's coordinator, without which the others would abort
     os._exit(0)  # otherwise jax.distributed waits for the lost rank
 
 

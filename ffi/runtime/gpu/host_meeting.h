@@ -31,7 +31,7 @@
 
 namespace jax_ep {
 
-// Time in which the cause of a failure is known, after the first rank has given up.
+// Time to wait for the cause of a failure, after the first rank gave up.
 constexpr std::chrono::seconds kCauseDelay{1};
 
 class HostMeeting {

@@ -210,12 +210,13 @@ void DevicePeers::Tick() {
   }
   if (!has_failed) {
     failed_at_.reset();
-    is_told_ = false;
+    has_printed_failure_ = false;
   } else if (!failed_at_) {
     failed_at_ = now;
-  } else if (!is_told_ && !reported_at_ && now - *failed_at_ > kCauseDelay) {
-    is_told_ = true;
-    std::fprintf(stderr, "jax_ep: %s\n", DescribeFailure().c_str());
+  } else if (!has_printed_failure_ && !reported_at_ && now - *failed_at_ > kCauseDelay) {
+    const std::string text = DescribeFailure();  // empty if the group has just been reset
+    if (!text.empty()) std::fprintf(stderr, "jax_ep: %s\n", text.c_str());
+    has_printed_failure_ = !text.empty();
   }
 }
 

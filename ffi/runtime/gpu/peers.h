@@ -90,7 +90,7 @@ class DevicePeers {
   // Times when a failed op was found, and when a stopped GPU was reported to the user. Used by the watching
   // thread only.
   std::optional<std::chrono::steady_clock::time_point> failed_at_, reported_at_;
-  bool is_told_ = false;      // the user, of the failed op
+  bool has_printed_failure_ = false;
   mutable std::mutex mutex_;  // guards the members below
   std::string name_;
   std::map<uint32_t, std::string> calls_;  // by hash
