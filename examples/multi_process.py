@@ -71,8 +71,7 @@ def start(count: int) -> int:
     for process, share in enumerate(shares(count)):
         command = [sys.executable, __file__, "--join", address, str(count), str(process)]
         output = subprocess.PIPE if process == 0 else subprocess.DEVNULL
-        environment = os.environ | share
-        environment.pop("JAX_LOCAL_DEVICE_IDS", None)  # it counts the GPUs of another process
+        environment = os.environ | share | {"JAX_LOCAL_DEVICE_IDS": ""}  # all that it sees
         workers.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
     for line in workers[0].stdout:
         if not line.startswith("[Gloo]"):  # Gloo prints its connections
@@ -133,7 +132,7 @@ def main() -> int:
         return start(options.start)
     if options.join:
         address, count, process = options.join
-        # With all devices that this process sees; in a job of Slurm, JAX would otherwise take only one.
+        # With all devices that this process sees. In a job of Slurm, JAX would otherwise take only one.
         jax.distributed.initialize(address, int(count), int(process), cluster_detection_method="deactivate")
     else:
         jax.distributed.initialize(cluster_detection_method="mpi4py" if options.mpi else None)

@@ -46,7 +46,7 @@ def free_address() -> str:
 def join_others(options: argparse.Namespace) -> None:
     """Joins the other processes of `run_all`, with all devices that this one sees."""
     address, process = options.join
-    # In a job of Slurm or Open MPI, JAX would otherwise give this process a single device.
+    # In a job of Slurm or Open MPI, JAX would otherwise take only one.
     jax.distributed.initialize(
         address, options.processes, int(process), cluster_detection_method="deactivate"
     )
@@ -62,8 +62,7 @@ def run_all(environments: list[dict[str, str]]) -> int:
     python = [sys.executable, *(["-P"] if sys.flags.safe_path else [])]
     for process, variables in enumerate(environments):
         command = [*python, "-m", "jax_ep", *sys.argv[1:], "--join", address, str(process)]
-        environment = os.environ | variables
-        environment.pop("JAX_LOCAL_DEVICE_IDS", None)  # it counts the GPUs of another process
+        environment = os.environ | variables | {"JAX_LOCAL_DEVICE_IDS": ""}  # all that it sees
         workers.append(subprocess.Popen(command, env=environment))
     try:
         return max(worker.wait() for worker in workers)

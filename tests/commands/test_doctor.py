@@ -127,8 +127,8 @@ def test_several_processes(tmp_path):
     """Inside a step of Slurm, too, where JAX by itself would let each process see a single GPU."""
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
     command = [sys.executable, "-m", "jax_ep", "doctor", "--processes", "2", "--devices", "2"]
-    environment = {"JAX_PLATFORMS": "cpu", "NPROC": "8", "JAX_LOGGING_LEVEL": "INFO"}
-    environment = os.environ | environment | {f"SLURM_{name}": value for name, value in slurm.items()}
+    of_jax = {"JAX_PLATFORMS": "cpu", "JAX_LOGGING_LEVEL": "INFO", "JAX_LOCAL_DEVICE_IDS": "3", "NPROC": "8"}
+    environment = os.environ | of_jax | {f"SLURM_{name}": value for name, value in slurm.items()}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "processes   4 ranks, 2 a domain, implementation='ffi'" in done.stdout
